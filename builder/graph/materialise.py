@@ -1,0 +1,35 @@
+"""Make a graph weight's values from the canonical tensors that it names, one weight at a time."""
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbuild.builder.graph.step_graph import StepGraph
+
+ReadTensor = Callable[[str], NDArray[np.generic]]  # canonical name -> values
+NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.generic]:
+    """The values of a weight or constant of the graph, C-contiguous, in the weight's dtype."""
+    if name in step.constants:
+        return step.constants[name]
+    weight = step.weights[name]
+    values = np.empty(weight.shape, NUMPY_DTYPES[weight.dtype])
+    row = 0
+    for source in weight.sources:
+        part = read(source)
+        values[row : row + part.shape[0]] = part
+        row += part.shape[0]
+    assert row == weight.shape[0]
+    return values
+
+
+def as_torch(values: NDArray[np.generic]) -> torch.Tensor:
+    """The same memory as a torch tensor; numpy has bfloat16 only as an extension type."""
+    if values.dtype == NUMPY_DTYPES["bf16"]:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)

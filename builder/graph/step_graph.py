@@ -1,0 +1,57 @@
+"""Contract one: the step graph, an ONNX model in our op domain whose weights are only named.
+
+Inputs and output are those of docs/step-graph.md. A weight is an initialiser without data; its
+`Weight` says which canonical tensors it is made of, so a pass may merge weights without ever
+reading them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+SHAPES = {  # every input is int32; T tokens, S sequences, B blocks of the longest, R wanted rows
+    "token_ids": ("T",),
+    "positions": ("T",),
+    "query_start": ("S + 1",),
+    "kv_lengths": ("S",),
+    "block_tables": ("S", "B"),
+    "logit_rows": ("R",),
+}
+INPUTS = tuple(SHAPES)
+OUTPUT = "logits"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the graph: canonical tensors, concatenated along their first axis."""
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str  # "fp32" | "bf16"
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One step of the decoder. `constants` holds the initialisers that no checkpoint has."""
+
+    model: ir.Model
+    weights: dict[str, Weight]
+    constants: dict[str, NDArray[np.float32]]
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.model.graph
+
+    def save(self, path: Path) -> None:
+        """Write the graph as ONNX, weights and constants as inputs with shapes, without data."""
+        model = self.model.clone()
+        for name, value in list(model.graph.initializers.items()):
+            del model.graph.initializers[name]
+            if name in self.weights:
+                value.metadata_props["sources"] = " ".join(self.weights[name].sources)
+            value.const_value = None
+            model.graph.inputs.append(value)
+        ir.save(model, path)

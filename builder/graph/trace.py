@@ -1,0 +1,105 @@
+"""Trace the decoder into a step graph: torch.export on fake tensors, so no weight exists."""
+
+import logging
+import warnings
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from llmbuild.builder.graph.onnx_domain import translation_table
+from llmbuild.builder.graph.step_graph import INPUTS, OUTPUT, SHAPES, StepGraph, Weight
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.decoder import Decoder
+from llmbuild.builder.models.rope import inverse_frequencies
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_PRECISIONS = {ir.DataType.FLOAT: "fp32", ir.DataType.BFLOAT16: "bf16"}
+_MAX_DIM = 1 << 20
+
+
+def trace(config: DecoderConfig, precision: str) -> StepGraph:
+    """The step graph of a decoder, before any pass.
+
+    precision: of matrices, "fp32" or "bf16"; norms, biases and activations are fp32.
+    """
+    model = _to_onnx(_export(config, TORCH_DTYPES[precision]))
+    graph = model.graph
+    _strip(model)
+    _name_dimensions(graph)
+    graph.outputs[0].name = OUTPUT
+    constants = {"inv_freq": inverse_frequencies(config.rope, config.head_dim)}
+    weights = {
+        name: Weight((name,), tuple(value.shape.numpy()), _PRECISIONS[value.dtype])
+        for name, value in graph.initializers.items()
+        if name not in constants and value.shape is not None and value.dtype is not None
+    }
+    return StepGraph(model, weights, constants)
+
+
+def _strip(model: ir.Model) -> None:
+    """Drop the exporter's notes, which name source files, and the weights' stand-in data."""
+    graph = model.graph
+    model.producer_name = "llmbuild"
+    for noted in (model, graph, *graph, *graph.inputs, *graph.initializers.values()):
+        noted.metadata_props.clear()
+    for value in (output for node in graph for output in node.outputs):
+        value.metadata_props.clear()
+    for value in graph.initializers.values():
+        value.const_value = None
+
+
+def _name_dimensions(graph: ir.Graph) -> None:
+    """Give the traced symbols the names of docs/step-graph.md: T, S, B, R."""
+    inputs = {value.name: value.shape for value in graph.inputs}
+    names: dict[str, str] = {}
+    for name, symbols in SHAPES.items():
+        shape = inputs[name]
+        assert shape is not None
+        names.update(zip(map(str, shape), symbols, strict=True))
+    for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([names.get(str(dim), dim) for dim in value.shape])
+
+
+def _export(config: DecoderConfig, weight_dtype: torch.dtype) -> ExportedProgram:
+    """Example sizes are above 1 and distinct, so that none is taken for a constant."""
+    tokens, sequences, blocks, rows = 6, 3, 4, 2
+    shapes = ((tokens,), (tokens,), (sequences + 1,), (sequences,), (sequences, blocks), (rows,))
+    dims = [Dim(name, min=2, max=_MAX_DIM) for name in ("tokens", "sequences", "blocks", "rows")]
+    t, s, b, r = dims
+    dynamic: tuple[dict[int, Any], ...] = ({0: t}, {0: t}, {0: s + 1}, {0: s}, {0: s, 1: b}, {0: r})
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        decoder = Decoder(config, weight_dtype).eval()
+        inputs = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes)
+        return torch.export.export(
+            decoder,
+            inputs,
+            dynamic_shapes=dict(zip(INPUTS, dynamic, strict=True)),
+            strict=False,
+        )
+
+
+def _to_onnx(program: ExportedProgram) -> ir.Model:
+    """torch.onnx without its optimiser, whose folding needs data that fake tensors lack."""
+    exporter_log = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = exporter_log.level
+    exporter_log.setLevel(logging.ERROR)  # it warns of torchvision, which nothing here needs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                custom_translation_table=translation_table(),
+            )
+    finally:
+        exporter_log.setLevel(level)
+    assert exported is not None
+    return exported.model

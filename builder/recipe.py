@@ -1,0 +1,291 @@
+"""The recipe: the only input of a build. Validated, completed, printed.
+
+A default is cut to fit what is given beside it; a given value that contradicts is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from llmbuild.builder.recipe_errors import problem, problem_lines
+from llmbuild.builder.recipe_yaml import RecipeDumper, apply_overrides, read_recipe
+from llmbuild.builder.sources import parse_source
+from llmbuild.errors import RecipeError, SourceError
+from llmbuild.runtime.isa import LEVELS
+
+DEFAULT_MAX_SEQUENCE_LENGTH = 2048
+DEFAULT_MAX_STEP_TOKENS = 512
+DEFAULT_MAX_SEQUENCES = 32
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BUCKETS = (1, 2, 4, 8)
+DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+
+MAX_BUCKET = 64
+NATIVE = "native"  # the best level of the machine that builds
+
+Precision = Literal["fp32", "bf16"]
+
+R = TypeVar("R", bound="Recipe")
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _levels(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _listed(value)
+
+
+def _target(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+def _sha256(value: Any) -> str | dict[str, str] | None:
+    if value is None:
+        return None
+    hashes = value if isinstance(value, dict) and value else {"file": value}
+    for name, digest in hashes.items():
+        parts = name.split("/") if isinstance(name, str) else [""]
+        is_hash = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+        if not is_hash or {"", ".", ".."} & set(parts):
+            raise ValueError("not a SHA-256")
+    checked: str | dict[str, str] = value
+    return checked
+
+
+class Section(BaseModel):
+    """Base of a recipe's records. A field's description says what is allowed."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_left_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class Model(Section):
+    source: str = Field(description="path:DIRECTORY_OR_FILE, hf:... or pypi:...")
+    sha256: Annotated[str | dict[str, str] | None, PlainValidator(_sha256)] = Field(
+        default=None,
+        description="64 lowercase hex digits, or for a directory a mapping of file name to such",
+    )
+
+    @field_validator("source")
+    @classmethod
+    def _source_is_well_formed(cls, source: str) -> str:
+        try:
+            parse_source(source)
+        except SourceError as error:
+            raise problem(str(error)) from error
+        return source
+
+
+class Target(Section):
+    kind: Literal["cpu"] = Field(description="cpu")
+    isa: Annotated[tuple[str, ...], BeforeValidator(_levels)] = Field(
+        default=(NATIVE,),
+        description=f"{NATIVE}, a level, or a list of levels: {', '.join(LEVELS)}",
+    )
+
+    @field_validator("isa")
+    @classmethod
+    def _levels_are_of_one_machine(cls, levels: tuple[str, ...]) -> tuple[str, ...]:
+        if levels == (NATIVE,):
+            return levels
+        if not levels or not set(levels) <= LEVELS.keys():
+            raise ValueError("no levels")
+        if len(set(levels)) < len(levels):
+            raise problem("each level may stand once")
+        if len({LEVELS[level].machine for level in levels}) > 1:
+            raise problem("an engine runs on one kind of machine: list x86-64 levels or aarch64")
+        return levels
+
+
+class Limits(Section):
+    max_sequence_length: int | None = Field(
+        default=None, ge=1, description="an integer from 1 to the positions the model was made for"
+    )
+    max_step_tokens: int = Field(
+        default=DEFAULT_MAX_STEP_TOKENS,
+        ge=1,
+        le=1 << 20,
+        description="an integer from 1 to 1048576",
+    )
+    max_sequences: int | None = Field(
+        default=None, ge=1, description="an integer from 1 to limits.max_step_tokens"
+    )
+
+    @field_validator("max_sequences")
+    @classmethod
+    def _every_sequence_fits_a_step(cls, given: int | None, info: ValidationInfo) -> int | None:
+        max_step_tokens = info.data.get("max_step_tokens")
+        if given is not None and max_step_tokens is not None and given > max_step_tokens:
+            raise problem(f"at most limits.max_step_tokens, {max_step_tokens}, is allowed")
+        return given
+
+    @property
+    def effective_max_sequences(self) -> int:
+        """Sequences of one step: as given, or the default cut to the step's tokens."""
+        return self.max_sequences or min(DEFAULT_MAX_SEQUENCES, self.max_step_tokens)
+
+
+class KVCache(Section):
+    dtype: Precision | None = Field(default=None, description="fp32 or bf16")
+    block_size: int | None = Field(
+        default=None, ge=1, le=256, description="an integer from 1 to 256"
+    )
+
+
+class Verify(Section):
+    tolerance: float | None = Field(
+        default=None, gt=0, le=1, allow_inf_nan=False, description="a number above 0, at most 1"
+    )
+
+
+class Parallel(Section):
+    tp: int = Field(default=1, ge=1, le=1, description="1")
+    pp: int = Field(default=1, ge=1, le=1, description="1")
+
+
+class Recipe(Section):
+    """A recipe as written. None stands where the default follows from other keys or the model."""
+
+    version: int = Field(ge=1, le=1, description="1")  # Literal[1] would take `true`
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]*$",
+        description="text of a-z, 0-9, '.', '_' and '-' that starts with a letter or digit",
+    )
+    model: Model
+    target: Annotated[Target, BeforeValidator(_target)] = Field(
+        default=Target(kind="cpu"), description="cpu, or a mapping with the keys kind, isa"
+    )
+    precision: Precision = Field(description="fp32 or bf16")
+    parallel: Parallel = Parallel()
+    limits: Limits = Limits()
+    kv_cache: KVCache = KVCache()
+    buckets: Annotated[tuple[int, ...] | None, BeforeValidator(_listed)] = Field(
+        default=None,
+        description=f"a list of distinct integers from 1 to {MAX_BUCKET}, ascending from 1",
+    )
+    verify: Verify = Verify()
+
+    @field_validator("kv_cache")
+    @classmethod
+    def _block_fits_a_sequence(cls, kv_cache: KVCache, info: ValidationInfo) -> KVCache:
+        limits: Limits | None = info.data.get("limits")
+        if limits and limits.max_sequence_length and kv_cache.block_size:
+            length = limits.max_sequence_length
+            if kv_cache.block_size > length:
+                text = f"at most limits.max_sequence_length, {length}, is allowed"
+                raise problem(text, loc=("kv_cache", "block_size"))
+        return kv_cache
+
+    @field_validator("buckets")
+    @classmethod
+    def _buckets_fit_a_step(
+        cls, buckets: tuple[int, ...] | None, info: ValidationInfo
+    ) -> tuple[int, ...] | None:
+        if buckets is None:
+            return None
+        ascending = all(a < b for a, b in pairwise(buckets))
+        if not ascending or buckets[:1] != (1,) or buckets[-1] > MAX_BUCKET:
+            raise ValueError("no buckets")
+        limits: Limits | None = info.data.get("limits")
+        if limits and buckets[-1] > limits.effective_max_sequences:
+            cut = limits.effective_max_sequences == limits.max_step_tokens
+            key = "max_step_tokens" if cut else "max_sequences"
+            most = limits.effective_max_sequences
+            raise problem(f"a bucket of at most limits.{key}, {most}, is allowed")
+        return buckets
+
+    def resolve(self, max_position: int) -> "ResolvedRecipe":
+        """The recipe with every default filled.
+
+        max_position: token positions that the model was made for. RecipeError if the limits
+        don't fit it.
+        """
+        length = self.limits.max_sequence_length
+        if length is not None and length > max_position:
+            raise RecipeError(
+                f"recipe {self.name}:\n  limits.max_sequence_length: given {length}; the model was "
+                f"made for {max_position} positions, so at most {max_position} is allowed"
+            )
+        length = length or min(DEFAULT_MAX_SEQUENCE_LENGTH, max_position)
+        max_sequences = self.limits.effective_max_sequences
+        content = self.model_dump()
+        content["limits"] |= {"max_sequence_length": length, "max_sequences": max_sequences}
+        content["kv_cache"] = {
+            "dtype": self.kv_cache.dtype or self.precision,
+            "block_size": self.kv_cache.block_size or min(DEFAULT_BLOCK_SIZE, length),
+        }
+        content["buckets"] = self.buckets or tuple(
+            bucket for bucket in DEFAULT_BUCKETS if bucket <= max_sequences
+        )
+        content["verify"] = {
+            "tolerance": self.verify.tolerance or DEFAULT_TOLERANCE[self.precision]
+        }
+        return _validated(ResolvedRecipe, content, f"recipe {self.name}")
+
+
+class ResolvedLimits(Limits):
+    max_sequence_length: int
+    max_sequences: int
+
+
+class ResolvedKVCache(KVCache):
+    dtype: Precision
+    block_size: int
+
+
+class ResolvedVerify(Verify):
+    tolerance: float
+
+
+class ResolvedRecipe(Recipe):
+    """A recipe in which nothing is left open."""
+
+    limits: ResolvedLimits
+    kv_cache: ResolvedKVCache
+    buckets: tuple[int, ...]
+    verify: ResolvedVerify
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with `KEY.PATH=VALUE` overrides applied.
+
+    Raises RecipeError, which lists every problem of the recipe, one a line.
+    """
+    content = read_recipe(path)
+    apply_overrides(content, overrides)
+    with_overrides = "".join(f" --set {override}" for override in overrides)
+    return _validated(Recipe, content, f"recipe {path}{with_overrides}")
+
+
+def effective_yaml(resolved: ResolvedRecipe) -> str:
+    """The recipe as YAML with every default written out; it loads and resolves to itself."""
+    content = resolved.model_dump(mode="json", exclude_none=True)
+    return yaml.dump(content, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True)
+
+
+def _validated(schema: type[R], content: dict[Any, Any], what: str) -> R:
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        lines = problem_lines(error, schema, content)
+        raise RecipeError("\n  ".join([f"{what}:", *lines])) from error

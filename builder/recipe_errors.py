@@ -1,0 +1,123 @@
+"""Turns pydantic's findings about a recipe into one line each, in the recipe's own terms."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+# Known, and refused until they are built.
+UNSUPPORTED_KEYS = {"quantisation", "calibration", "gate"}
+UNSUPPORTED_VALUES: dict[str, set[object]] = {
+    "target.kind": {"tensorrt", "tensorrt-rtx"},
+    "precision": {"fp16", "int8", "int4", "fp8"},
+    "kv_cache.dtype": {"fp16", "int8", "int4", "fp8"},
+}
+
+MAX_SHOWN_CHARACTERS = 80
+
+
+def problem(text: str, loc: tuple[str, ...] | None = None) -> PydanticCustomError:
+    """What a recipe's validators raise.
+
+    `text` follows the value given; `loc` is the key path where it isn't the validated field's.
+    """
+    return PydanticCustomError("problem", "{text}", {"text": text, "loc": loc})
+
+
+def problem_lines(error: ValidationError, schema: type[BaseModel], content: Any) -> list[str]:
+    """One line for each problem: key path, what was given, what is allowed.
+
+    schema: the recipe's model, whose field descriptions say what is allowed. content: the
+    mapping that was validated.
+    """
+    lines = [_line(details, schema, content) for details in error.errors(include_url=False)]
+    return list(dict.fromkeys(lines))  # several bad items of one list are one problem
+
+
+def _line(details: ErrorDetails, schema: type[BaseModel], content: Any) -> str:
+    context = details.get("ctx", {})
+    keys, given = _locate(context.get("loc") or details["loc"], content)
+    path = ".".join(map(_key_text, keys))
+    match details["type"]:
+        case "extra_forbidden" | "invalid_key":
+            return f"{path}: {_unknown_key(path, str(keys[-1]), schema)}"
+        case "missing":
+            return f"{path}: missing; give {_allowed(keys, schema)}"
+        case "problem":
+            return f"{path}: given {_shown(given)}; {context['text']}"
+    allowed = f"allowed: {_allowed(keys, schema)}"
+    if _is_unsupported(".".join(map(str, details["loc"])), details["input"]):
+        return f"{path}: given {_shown(given)}, which is not yet supported; {allowed}"
+    return f"{path}: given {_shown(given)}; {allowed}"
+
+
+def _locate(loc: tuple[int | str, ...], content: Any) -> tuple[list[int | str], Any]:
+    """The keys as the user wrote them and the value there: a list, or a word, is one value."""
+    keys: list[int | str] = []
+    value = content
+    for key in loc:
+        if not isinstance(value, Mapping):
+            break
+        keys.append(key)
+        value = value.get(key)
+    return keys, value
+
+
+def _unknown_key(path: str, name: str, schema: type[BaseModel]) -> str:
+    if path in UNSUPPORTED_KEYS:
+        return "not yet supported; leave it out"
+
+    def likeness(known: str) -> tuple[float, float]:
+        own_name = known.rpartition(".")[2]
+        return _ratio(name, own_name), _ratio(path, known)
+
+    nearest = max([*known_keys(schema), *sorted(UNSUPPORTED_KEYS)], key=likeness)
+    note = " (not yet supported)" if nearest in UNSUPPORTED_KEYS else ""
+    return f"unknown key; the nearest known key is {nearest}{note}"
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe as a dotted path, sections before what they hold."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
+
+
+def _allowed(keys: list[int | str], schema: type[BaseModel]) -> str:
+    """The description of the field at `keys`; a section's is the list of its keys."""
+    description: str | None = None
+    section: Any = schema
+    for key in keys:
+        field = section.model_fields[key]
+        section, description = field.annotation, field.description
+    return description or f"a mapping with the keys {', '.join(section.model_fields)}"
+
+
+def _is_unsupported(path: str, value: object) -> bool:
+    if isinstance(value, str):
+        return value in UNSUPPORTED_VALUES.get(path, ())
+    return path.startswith("parallel.") and isinstance(value, int) and value > 1
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(a=a, b=b).ratio()
+
+
+def _key_text(key: object) -> str:
+    """A key as in a path; one that could be mistaken for a path is quoted."""
+    text = str(key)
+    return text if text.replace("_", "").isalnum() else json.dumps(text)
+
+
+def _shown(value: object) -> str:
+    """A value as YAML on one line, so that '32' and 32 differ."""
+    text = yaml.safe_dump([value], default_flow_style=True, width=2**31, allow_unicode=True)
+    line = " ".join(text.split())[1:-1]
+    if len(line) > MAX_SHOWN_CHARACTERS:
+        return line[:MAX_SHOWN_CHARACTERS] + "..."
+    return line

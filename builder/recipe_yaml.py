@@ -1,0 +1,114 @@
+"""Reads recipe text and `--set` overrides into plain mappings, strictly."""
+
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmbuild.errors import RecipeError
+
+MAX_RECIPE_BYTES = 1 << 20
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, refusing duplicate keys and reading 1e-4 as the number it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key.value} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # such as the date 2026-13-45
+            raise yaml.constructor.ConstructorError(
+                problem=f"{node.value!r} isn't a valid {node.tag.rpartition(':')[2]}",
+                problem_mark=node.start_mark,
+            ) from error
+
+
+class RecipeDumper(yaml.SafeDumper):
+    """The safe dumper, with lists on one line."""
+
+    def list_on_one_line(self, values: list[Any]) -> yaml.Node:
+        return self.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+
+RecipeDumper.add_representer(list, RecipeDumper.list_on_one_line)
+
+# YAML 1.1, which the library reads, wants a dot in 1.0e-4; YAML 1.2 doesn't.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_recipe(path: Path) -> dict[Any, Any]:
+    """The mapping that a recipe file holds, its keys and values not yet checked."""
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise RecipeError(f"recipe {path}: it isn't a file; give the path of a YAML file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_RECIPE_BYTES + 1)
+        text = raw.decode()
+    except OSError as error:
+        raise RecipeError(f"recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {path}: it isn't UTF-8 text (byte {error.start})") from error
+    if len(raw) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"recipe {path}: larger than {MAX_RECIPE_BYTES} bytes, so no recipe")
+    content = _parse(text, f"recipe {path}")
+    if content is None:
+        raise RecipeError(f"recipe {path}: it is empty; a recipe starts with `version: 1`")
+    if not isinstance(content, dict):
+        raise RecipeError(
+            f"recipe {path}: it holds a {type(content).__name__}; "
+            "a recipe is a mapping that starts with `version: 1`"
+        )
+    return content
+
+
+def apply_overrides(content: dict[Any, Any], overrides: Sequence[str]) -> None:
+    """Set each KEY.PATH=VALUE, its value read as YAML; sections that aren't there are made.
+
+    A section of a single word, `target: cpu`, becomes {kind: cpu} when a key below it is set.
+    Whether the keys exist is for the recipe's own check.
+    """
+    for override in overrides:
+        key_path, equals, text = override.partition("=")
+        keys = key_path.strip().split(".")
+        if not equals or not all(keys):
+            raise RecipeError(f"--set {override}: not of the form KEY.PATH=VALUE")
+        value = _parse(text, f"--set {override}")
+        section = content
+        for key in keys[:-1]:
+            inner = section.get(key)
+            if not isinstance(inner, dict):
+                inner = {"kind": inner} if key == "target" and isinstance(inner, str) else {}
+                section[key] = inner
+            section = inner
+        section[keys[-1]] = value
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise RecipeError(f"{where}{at}: bad YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        reason = str(error).partition("\n")[0]
+        raise RecipeError(f"{where}: bad YAML: {reason}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{where}: bad YAML: nested too deeply") from error

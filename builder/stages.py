@@ -1,0 +1,28 @@
+"""The stages of a build: timed, and shown as they pass."""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llmbuild.builder.sources.progress import Progress
+
+
+class Stages:
+    """Times named stages and says each one's end in a line; `seconds` keeps them by name."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+        self.progress.note(f"{name:<24} {self.seconds[name]:7.2f} s")
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

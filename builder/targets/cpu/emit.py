@@ -1,0 +1,89 @@
+"""Emit a step plan as one C++ file: every shape, type and address offset a constant."""
+
+from pathlib import Path
+from string import Template
+
+from llmbuild.builder.targets.cpu.lower import CPP_TYPES
+from llmbuild.builder.targets.cpu.memory import ArenaPlan
+from llmbuild.builder.targets.cpu.pack import packed_bytes, weight_offsets
+from llmbuild.builder.targets.cpu.plan import (
+    Argument,
+    Batch,
+    Call,
+    PackedWeight,
+    Pool,
+    Rows,
+    StepInput,
+    StepPlan,
+    View,
+)
+from llmbuild.runtime.manifest import KV_ITEM_BYTES, Limits
+from llmbuild.version import __version__
+
+ABI = "llmbuild-cpu-1"  # of the exported functions; runtime/executors/cpu.py expects the same
+_TEMPLATE = Path(__file__).with_name("engine.cpp.in")
+_HEADERS = {"add_rms_norm": "rms_norm", "gather_tiled_rows": "gather_rows"}
+
+
+def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
+    """The C++ source of an engine; it includes the plugins' headers and nothing else of ours."""
+    headers = sorted({_HEADERS.get(call.kernel, call.kernel) for call in plan.calls})
+    emission = _Emission(plan, arena)
+    return Template(_TEMPLATE.read_text()).substitute(
+        version=__version__,
+        name=name,
+        summary=f"{len(plan.calls)} kernel calls, {len(plan.weights)} weights",
+        includes="\n".join(f'#include "{header}/cpu.h"' for header in headers),
+        weights_bytes=sum(map(packed_bytes, plan.weights)),
+        arena_bytes=max(arena.size_bytes, 64),
+        max_tokens=limits.max_step_tokens,
+        max_sequences=max(limits.max_sequences, 1),
+        calls="\n".join(map(emission.call, plan.calls)),
+        abi=ABI,
+    )
+
+
+class _Emission:
+    """Turns calls into C++ statements."""
+
+    def __init__(self, plan: StepPlan, arena: ArenaPlan) -> None:
+        self.plan = plan
+        self.arena = arena
+        self.weights = weight_offsets(plan)
+        items = plan.kv_heads * plan.block_size * plan.head_dim
+        self.pool_block_bytes = items * KV_ITEM_BYTES[plan.kv_dtype]
+
+    def call(self, call: Call) -> str:
+        """The kernel call and the barrier after it; no kernel starts before its inputs are whole."""
+        template = ", ".join(map(str, call.template))
+        arguments = ", ".join(["worker", *map(self.argument, call.arguments)])
+        return f"  {call.kernel}<{template}>({arguments});\n  worker.barrier();"
+
+    def argument(self, argument: Argument) -> str:
+        match argument:
+            case None:
+                return "nullptr"
+            case View():
+                return self.view(argument)
+            case PackedWeight():
+                cpp_type = CPP_TYPES[argument.dtype]
+                return f"weight({cpp_type}{{}}, {self.weights[argument.name]})"
+            case Pool():
+                cpp_type = CPP_TYPES[self.plan.kv_dtype]
+                pools_before = 2 * argument.layer + (argument.kind == "v")
+                return f"pool({cpp_type}{{}}, {pools_before * self.pool_block_bytes})"
+            case StepInput():
+                return f"step.{argument.name}"
+            case Batch():
+                return "step"
+            case Rows():
+                return argument.value
+            case float():
+                return f"{argument!r}f"
+            case int():
+                return str(argument)
+
+    def view(self, view: View) -> str:
+        if view.buffer == self.plan.logits:
+            return "run.logits"
+        return f"buffer({self.arena.offsets[view.buffer]}, {view.column})"

@@ -1,0 +1,83 @@
+"""Write the engine's weights file: each weight in its kernels' layout, one at a time.
+
+The file is safetensors: flat tensors, each padded to a multiple of 64 bytes, in the order of
+their first use, so every one starts 64-byte aligned in the mapped file.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbuild.builder.graph.materialise import NUMPY_DTYPES
+from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
+
+ALIGNMENT_BYTES = 64
+TILE_ROWS = 16
+_SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16"}
+
+
+def packed_bytes(weight: PackedWeight) -> int:
+    """Bytes of a weight in the file, padding included."""
+    rows = weight.shape[0]
+    if weight.layout is Layout.TILES_OF_16:
+        rows = -(-rows // TILE_ROWS) * TILE_ROWS
+    items = rows * math.prod(weight.shape[1:])
+    size = items * NUMPY_DTYPES[weight.dtype].itemsize
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def weight_offsets(plan: StepPlan) -> dict[str, int]:
+    """Byte offset of each weight from the start of the file's data."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for weight in plan.weights:
+        offsets[weight.name] = end
+        end += packed_bytes(weight)
+    return offsets
+
+
+def pack(weight: PackedWeight, values: NDArray[np.generic]) -> NDArray[np.generic]:
+    """The weight's values, flat, in its layout and padded."""
+    if weight.layout is Layout.TILES_OF_16:
+        rows, columns = values.shape
+        tiles = -(-rows // TILE_ROWS)
+        padded = np.zeros((tiles * TILE_ROWS, columns), values.dtype)
+        padded[:rows] = values
+        values = padded.reshape(tiles, TILE_ROWS, columns).transpose(0, 2, 1)
+    flat = np.zeros(packed_bytes(weight) // values.dtype.itemsize, values.dtype)
+    flat[: values.size].reshape(values.shape)[...] = values
+    return flat
+
+
+def write_weights(
+    plan: StepPlan,
+    read: Callable[[str], NDArray[np.generic]],
+    path: Path,
+    on_written: Callable[[int], None],
+) -> int:
+    """Write all weights of a plan; returns the bytes of data, the file's header not counted.
+
+    read: gives a graph weight's values. on_written: is told the bytes of each weight written.
+    """
+    offsets = weight_offsets(plan)
+    header: dict[str, object] = {"__metadata__": {"layout": "llmbuild-cpu-1"}}
+    for weight in plan.weights:
+        begin, size = offsets[weight.name], packed_bytes(weight)
+        header[weight.name] = {
+            "dtype": _SAFETENSORS_DTYPES[weight.dtype],
+            "shape": [size // NUMPY_DTYPES[weight.dtype].itemsize],
+            "data_offsets": [begin, begin + size],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for weight in plan.weights:
+            data = pack(weight, read(weight.name))
+            file.write(data.view(np.uint8).data)
+            on_written(data.nbytes)
+    return sum(map(packed_bytes, plan.weights))

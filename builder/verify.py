@@ -1,0 +1,156 @@
+"""The build's check of itself: the compiled engine's logits against the torch reference."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmbuild.builder.graph.materialise import ReadTensor
+from llmbuild.builder.graph.reference import run_steps
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.graph.trace import TORCH_DTYPES
+from llmbuild.errors import InternalError
+from llmbuild.plugins.common.kv_pools import LayerPools
+from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.bucket import pad_to_bucket
+from llmbuild.runtime.manifest import KVLayout, Limits, Manifest
+from llmbuild.runtime.replay import STEPS_FILE, VerificationSteps, relative_difference
+
+MAX_STORED_COLUMNS = 4096
+TIMEOUT_S = 1800
+_SEED = 20170612
+
+
+class _Script:
+    """Sequences of random tokens that move forward step by step, each in blocks of its own."""
+
+    def __init__(self, limits: Limits, kv: KVLayout, vocab_size: int, sequences: int) -> None:
+        self.rng = np.random.default_rng(_SEED)
+        self.vocab_size = vocab_size
+        blocks = min(-(-limits.max_sequence_length // kv.block_size), 5)
+        self.capacity = min(blocks * kv.block_size, limits.max_sequence_length)
+        self.lengths = [0] * sequences
+        ids = self.rng.permutation(sequences * blocks) + 1  # 0 is the scratch block
+        self.tables = ids.astype(np.int32).reshape(sequences, blocks)
+
+    def has_room(self, sequence: int) -> bool:
+        return self.lengths[sequence] < self.capacity
+
+    def step(self, tokens: dict[int, int]) -> StepBatch:
+        """One step that brings `tokens[sequence]` new tokens; logits of each one's last."""
+        positions = [np.arange(self.lengths[s], self.lengths[s] + n) for s, n in tokens.items()]
+        for sequence, count in tokens.items():
+            self.lengths[sequence] += count
+        ends = np.cumsum(list(tokens.values()))
+        return StepBatch(
+            token_ids=self.rng.integers(0, self.vocab_size, ends[-1]).astype(np.int32),
+            positions=np.concatenate(positions).astype(np.int32),
+            query_start=np.concatenate([[0], ends]).astype(np.int32),
+            kv_lengths=np.array([self.lengths[s] for s in tokens], np.int32),
+            block_tables=self.tables[list(tokens)],
+            logit_rows=(ends - 1).astype(np.int32),
+        )
+
+
+def make_batches(
+    limits: Limits, kv: KVLayout, vocab_size: int, buckets: Sequence[int]
+) -> tuple[list[StepBatch], int]:
+    """Steps to verify with, and the KV blocks that they need, the scratch block included.
+
+    Prompts of one token, of a block and one more or less, of several blocks in chunks; a step of
+    decode and prefill mixed; every decode bucket; and the largest bucket with padding.
+    """
+    sequences = max(buckets)
+    script = _Script(limits, kv, vocab_size, sequences)
+    block = kv.block_size
+    longest = max(1, script.capacity - len(buckets) - 2)  # each bucket and the mixed step add one
+    chunk = min(limits.max_step_tokens, block + 3)
+    batches: list[StepBatch] = []
+    for sequence, length in zip(range(sequences), cycle(_prompt_lengths(block)), strict=False):
+        for begin in range(0, min(length, longest), chunk):
+            count = min(chunk, min(length, longest) - begin)
+            joins = sequence == 1 and script.has_room(0) and count < limits.max_step_tokens
+            batches.append(script.step(({0: 1} if joins else {}) | {sequence: count}))
+    for size in (*buckets, max(1, sequences - 1)):
+        live = [sequence for sequence in range(size) if script.has_room(sequence)]
+        if live:
+            batches.append(pad_to_bucket(script.step(dict.fromkeys(live, 1)), buckets))
+    return batches, script.tables.size + 1
+
+
+def _prompt_lengths(block: int) -> list[int]:
+    return [block + 1, 2 * block, 1, max(1, block - 1), 3 * block - 2, 2]
+
+
+def reference_logits(
+    step: StepGraph, read: ReadTensor, batches: Sequence[StepBatch], kv: KVLayout, num_blocks: int
+) -> list[NDArray[np.float32]]:
+    """The torch reference's logits of the batches, from an empty KV cache."""
+    shape = (num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
+    pools = [
+        LayerPools(
+            torch.zeros(shape, dtype=TORCH_DTYPES[layer.k_dtype]),
+            torch.zeros(shape, dtype=TORCH_DTYPES[layer.v_dtype]),
+        )
+        for layer in kv.layers
+    ]
+    return run_steps(step, read, batches, pools)
+
+
+def stored_steps(
+    batches: list[StepBatch],
+    logits: list[NDArray[np.float32]],
+    num_blocks: int,
+    tolerance: float,
+) -> VerificationSteps:
+    """What the engine carries of the verification: the steps, and logits at some columns."""
+    vocab_size = logits[0].shape[1]
+    columns = np.linspace(0, vocab_size - 1, min(vocab_size, MAX_STORED_COLUMNS)).astype(np.int64)
+    kept = [rows[:, columns] for rows in logits]
+    return VerificationSteps(batches, kept, columns, num_blocks, tolerance)
+
+
+def verify_level(
+    root: Path,
+    manifest: Manifest,
+    level: str,
+    expected: Sequence[NDArray[np.float32]],
+    tolerance: float,
+) -> float:
+    """Run the staged engine's steps at an ISA level, in a process of its own; returns the largest
+    relative difference of its logits. Raises InternalError when it diverges or doesn't finish."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "logits.npz"
+        command = [sys.executable, "-m", "llmbuild.runtime.replay", str(root), level, str(out)]
+        try:
+            run = subprocess.run(
+                command,
+                input=msgspec.json.encode(manifest),
+                capture_output=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise InternalError(f"the {level} engine didn't finish in {TIMEOUT_S} s") from error
+        if run.returncode != 0:
+            last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise InternalError(
+                f"the {level} engine ended with status {run.returncode} on its verification "
+                f"steps: {' '.join(last)}"
+            )
+        with np.load(out, allow_pickle=False) as file:
+            got = [file[f"arr_{index}"] for index in range(len(expected))]
+    worst = max(map(relative_difference, got, expected))
+    if not worst <= tolerance:
+        raise InternalError(
+            f"the {level} engine's logits differ from the reference's by {worst:.2e} of the "
+            f"largest, and verify.tolerance is {tolerance:.2e}; nothing was published"
+        )
+    return worst

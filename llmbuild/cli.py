@@ -1,0 +1,50 @@
+"""The command line: a group of commands, each of which lives beside its subject."""
+
+import sys
+
+import click
+
+from llmbuild.builder.compile_cli import compile_command
+from llmbuild.builder.fetch_cli import fetch_command
+from llmbuild.errors import InternalError, UserError
+from llmbuild.quant.evaluate_cli import eval_group
+from llmbuild.runtime.generate_cli import generate_command
+from llmbuild.runtime.inspect_cli import inspect as inspect_command
+from llmbuild.runtime.verify_cli import verify_command
+from llmbuild.version import __version__
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="llmbuild")
+def cli() -> None:
+    """Compile a decoder LLM ahead of time, and run the engine."""
+
+
+for _command in (
+    compile_command,
+    inspect_command,
+    verify_command,
+    generate_command,
+    eval_group,
+    fetch_command,
+):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 the user's to mend (one message), 1 a fault of llmbuild's."""
+    try:
+        cli()
+    except UserError as error:
+        sys.exit(_fail(str(error), 2))
+    except InternalError as error:
+        sys.exit(_fail(f"{error}\nThis is a fault of llmbuild.", 1))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "llmbuild":
+            raise
+        sys.exit(_fail(f"{error.name} isn't installed; `pip install 'llmbuild[build]'` has it", 2))
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"Error: {message}", err=True)
+    return code

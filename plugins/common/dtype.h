@@ -1,0 +1,110 @@
+// Storage types of weights and KV pools, and their conversion from and to fp32.
+#pragma once
+
+#include "vec.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace llmbuild {
+
+// The upper half of an fp32.
+struct bf16 {
+  uint16_t bits;
+};
+
+LLMBUILD_INLINE float to_float(float value) { return value; }
+
+LLMBUILD_INLINE float to_float(bf16 value) {
+  const uint32_t bits = uint32_t(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// Rounds to the nearest T, ties to even; a NaN stays a (quiet) NaN.
+template <class T>
+LLMBUILD_INLINE T from_float(float value);
+
+template <>
+LLMBUILD_INLINE float from_float<float>(float value) {
+  return value;
+}
+
+template <>
+LLMBUILD_INLINE bf16 from_float<bf16>(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const uint32_t quiet_nan = bits >> 16 | 0x40;
+  return {uint16_t((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded)};
+}
+
+// One hardware vector of bf16 as fp32. Intrinsics, because g++ 12 compiles the portable conversion
+// (of the last branch) to several shuffles instead of one extending load.
+template <class V>
+LLMBUILD_INLINE V widen(const bf16* from) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) {
+    // Zero-masked with every lane on: the plain form draws false warnings from g++ 12.
+    const __m256i narrow = _mm256_loadu_si256((const __m256i*)from);
+    return (V)_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow), 16);
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32) {
+    const __m128i narrow = _mm_loadu_si128((const __m128i*)from);
+    return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16);
+  }
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof(V) == 16) {
+    return (V)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)from));
+  }
+#endif
+  constexpr int LANES = sizeof(V) / sizeof(float);
+  float lanes[LANES];
+  for (int i = 0; i < LANES; ++i) lanes[i] = to_float(from[i]);
+  return load<V>(lanes);
+}
+
+// Unaligned load of as many bf16 as V has lanes.
+template <class V = f32x16>
+LLMBUILD_INLINE V load(const bf16* from) {
+  if constexpr (IsPair<V>::value) {
+    using Half = decltype(V::lo);
+    return {load<Half>(from), load<Half>(from + sizeof(Half) / sizeof(float))};
+  } else {
+    return widen<V>(from);
+  }
+}
+
+// The first `count` of 16 values, 0 <= count <= 16; the other lanes are zero and not read.
+template <class T>
+LLMBUILD_INLINE f32x16 load_first(const T* from, int count) {
+  float lanes[kLanes] = {};
+  for (int i = 0; i < count; ++i) lanes[i] = to_float(from[i]);
+  return load(lanes);
+}
+
+// Chunks of 16 lanes that a row of N values is cut into; the last may be short.
+template <int N>
+constexpr int kChunks = (N + kLanes - 1) / kLanes;
+
+// Chunk `i` of a row of N values; lanes past the row's end are zero (load) or left alone (store).
+template <int N, class T>
+LLMBUILD_INLINE f32x16 load_chunk(const T* row, int i) {
+  if (N % kLanes != 0 && i == N / kLanes) return load_first(row + i * kLanes, N % kLanes);
+  return load(row + i * kLanes);
+}
+template <int N>
+LLMBUILD_INLINE void store_chunk(float* row, int i, f32x16 value) {
+  if (N % kLanes != 0 && i == N / kLanes) {
+    store_first(row + i * kLanes, value, N % kLanes);
+  } else {
+    store(row + i * kLanes, value);
+  }
+}
+
+}  // namespace llmbuild

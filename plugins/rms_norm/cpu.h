@@ -1,0 +1,56 @@
+// RMSNorm over whole rows or groups of them, alone or after a residual addition.
+#pragma once
+
+#include <cmath>
+
+#include "../common/dtype.h"
+#include "../common/team.h"
+
+namespace llmbuild {
+
+// y = x / sqrt(mean(x^2) + eps) * weight over N contiguous values; y may be x.
+template <int N>
+inline void rms_norm_row(const float* x, const float* weight, float eps, float* y) {
+  f32x16 squares = splat(0.0f);
+  for (int i = 0; i < kChunks<N>; ++i) {
+    const f32x16 value = load_chunk<N>(x, i);
+    squares = multiply_add(value, value, squares);
+  }
+  const f32x16 scale = splat(1.0f / std::sqrt(lane_sum(squares) / N + eps));
+  for (int i = 0; i < kChunks<N>; ++i) {
+    store_chunk<N>(y, i, load_chunk<N>(x, i) * scale * load_chunk<N>(weight, i));
+  }
+}
+
+// Each row of N values is N / GROUP groups; each is normalised by its own RMS and scaled by
+// weight[GROUP]. x, y: [rows, N] with row strides LDX, LDY.
+template <int N, int GROUP, int LDX, int LDY>
+void rms_norm(const Worker& worker, const float* x, const float* weight, float eps, float* y,
+              int rows) {
+  static_assert(N % GROUP == 0);
+  constexpr int GROUPS = N / GROUP;
+  const Range units = split(rows * GROUPS, worker);
+  for (int unit = units.begin; unit < units.end; ++unit) {
+    const int64_t row = unit / GROUPS;
+    const int offset = unit % GROUPS * GROUP;
+    rms_norm_row<GROUP>(x + row * LDX + offset, weight, eps, y + row * LDY + offset);
+  }
+}
+
+// sum = x + residual, y = RMSNorm(sum) * weight. x, residual, sum, y: [rows, N] with row strides
+// LDX, LDR, LDS, LDY. sum may be residual.
+template <int N, int LDX, int LDR, int LDS, int LDY>
+void add_rms_norm(const Worker& worker, const float* x, const float* residual,
+                  const float* weight, float eps, float* sum, float* y, int rows) {
+  const Range range = split(rows, worker);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    const float *a = x + row * LDX, *b = residual + row * LDR;
+    float* total = sum + row * LDS;
+    for (int i = 0; i < kChunks<N>; ++i) {
+      store_chunk<N>(total, i, load_chunk<N>(a, i) + load_chunk<N>(b, i));
+    }
+    rms_norm_row<N>(total, weight, eps, y + row * LDY);
+  }
+}
+
+}  // namespace llmbuild

@@ -1,0 +1,102 @@
+"""rotary, kv_write, and the fusion of both with QK-norm before them.
+
+Rotary embedding: Su et al., "RoFormer", 2021, in the halves layout: element i of a head turns
+with element i + D/2.
+"""
+
+import torch
+
+from llmbuild.plugins.common.kv_pools import layer_pools
+from llmbuild.plugins.rms_norm.op import rms_norm
+
+
+@torch.library.custom_op("llmbuild::rotary", mutates_args=())
+def rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turn every head of x by its token's angles. x: fp32 [T, heads * D]. table: [T, D]."""
+    cos, sin = table[:, None, :].chunk(2, dim=-1)
+    low, high = x.unflatten(-1, (-1, table.shape[-1])).chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).flatten(-2)
+
+
+@rotary.register_fake
+def _(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("llmbuild::kv_write", mutates_args=())
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    query_start: torch.Tensor,
+    block_tables: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    """Write each token's K and V, fp32 [T, Hkv * D], to its slot of the layer's pools.
+
+    positions [T], query_start [S+1], block_tables [S, B]: the step graph's inputs. Returns an
+    int32 [1] that stands for the pools' new state: attention takes it, so it runs afterwards.
+    """
+    pools = layer_pools(layer)
+    _, num_kv_heads, block_size, head_dim = pools.k.shape
+    sequence = torch.repeat_interleave(query_start.diff().long())
+    block = block_tables[sequence, positions.long() // block_size].long()
+    offset = positions.long() % block_size
+    for pool, values in ((pools.k, k), (pools.v, v)):
+        pool[block, :, offset] = values.unflatten(-1, (num_kv_heads, head_dim)).to(pool.dtype)
+    return torch.zeros(1, dtype=torch.int32)
+
+
+@kv_write.register_fake
+def _(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    query_start: torch.Tensor,
+    block_tables: torch.Tensor,
+    layer: int,
+) -> torch.Tensor:
+    return positions.new_empty(1)
+
+
+@torch.library.custom_op("llmbuild::rope_kv_write", mutates_args=())
+def rope_kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    positions: torch.Tensor,
+    query_start: torch.Tensor,
+    block_tables: torch.Tensor,
+    layer: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """QK-norm (where weights are given), rotary, and the write of K and V, in one pass.
+
+    Returns the turned Q, fp32 [T, H * D], and kv_write's token.
+    """
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    token = kv_write(rotary(k, table), v, positions, query_start, block_tables, layer)
+    return rotary(q, table), token
+
+
+@rope_kv_write.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    positions: torch.Tensor,
+    query_start: torch.Tensor,
+    block_tables: torch.Tensor,
+    layer: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), positions.new_empty(1)

@@ -1,0 +1,61 @@
+"""`llmbuild generate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from llmbuild.runtime.api import LLM, Stream
+
+
+@click.command("generate")
+@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("prompt", metavar="PROMPT")
+@click.option("--chat", is_flag=True, help="PROMPT is a user's message, put in the chat template.")
+@click.option("--max-tokens", default=128, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", default=0, show_default=True, help="Sample of so many tokens; 0 of all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Sample of this much probability.")
+@click.option("--seed", type=int, default=None, help="Makes sampling repeatable.")
+@click.option("--kv-memory", default=None, help="Memory for the KV cache, as in 512MiB.")
+@click.option("--threads", type=int, default=None, help="Threads that compute.")
+@click.option("--json", "as_json", is_flag=True, help="Print the completion as one JSON object.")
+def generate_command(
+    engine_dir: Path,
+    prompt: str,
+    chat: bool,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    kv_memory: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Complete PROMPT with the engine DIR; the text is printed as it comes."""
+    from llmbuild.runtime.api import LLM, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    with LLM(engine_dir, kv_memory=kv_memory, num_threads=threads) as llm:
+        message = {"role": "user", "content": prompt}
+        tokens_or_text = llm.chat_token_ids([message]) if chat else prompt
+        with llm.stream(tokens_or_text, params) as stream:
+            if as_json:
+                _print_json(llm, stream)
+            else:
+                for chunk in stream:
+                    click.echo(chunk.text, nl=False)
+                click.echo()
+
+
+def _print_json(llm: "LLM", stream: "Stream") -> None:
+    """The whole completion in one line, and the KV memory that was held for it."""
+    for _ in stream:
+        pass
+    completion = msgspec.to_builtins(stream.completion)
+    click.echo(msgspec.json.encode(completion | {"kv_bytes": llm.kv_bytes}).decode())

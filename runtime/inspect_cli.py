@@ -1,0 +1,140 @@
+"""`llmbuild inspect`: what an engine is, what it needs, and what a token costs it."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import msgspec
+
+from llmbuild.errors import EngineError
+from llmbuild.runtime.engine import check_files, check_target, choose_level
+from llmbuild.runtime.manifest import Manifest, read_manifest
+
+Row = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What follows from a manifest, here and at a number of tokens of context."""
+
+    runs_here: bool
+    isa_level: str | None  # that runs here
+    refusal: str | None  # why it doesn't
+    weights_bytes: int
+    arena_bytes: int
+    total_bytes: int  # of all files but the manifest
+    kv_bytes_per_token: int
+    kv_bytes_per_block: int
+    context_tokens: int
+    decode_bytes_per_token: int  # weights and one sequence's KV: what a decoded token reads at most
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--context",
+    "context_tokens",
+    type=click.IntRange(min=1),
+    help="Tokens of context for the bytes read per decoded token.  [default: the engine's limit]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def inspect(directory: Path, context_tokens: int | None, as_json: bool) -> None:
+    """Check the engine in DIRECTORY and tell what it is.
+
+    All is checked that a load checks, but an engine for another processor is shown too.
+    """
+    manifest = read_manifest(directory)
+    check_target(manifest.target)
+    check_files(directory, manifest)
+    derived = derive(manifest, context_tokens)
+    if as_json:
+        click.echo(msgspec.json.encode({**msgspec.to_builtins(manifest), "derived": derived}))
+        return
+    for line in _aligned(_rows(manifest, derived)):
+        click.echo(line)
+    click.echo("files")
+    for line in _aligned(_file_rows(manifest)):
+        click.echo(f"  {line}")
+
+
+def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
+    """Raises EngineError when the context is longer than the engine's sequences."""
+    limit = manifest.limits.max_sequence_length
+    context = limit if context_tokens is None else context_tokens
+    if context > limit:
+        raise EngineError(
+            f"a context of {context} tokens was asked for; the engine's limit is {limit}"
+        )
+    try:
+        isa_level, refusal = choose_level(manifest.target), None
+    except EngineError as error:
+        isa_level, refusal = None, str(error)
+    weights_bytes = sum(manifest.files[rank.weights].size_bytes for rank in manifest.ranks)
+    kv_bytes_per_token = manifest.kv.block_bytes // manifest.kv.block_size
+    return Derived(
+        runs_here=refusal is None,
+        isa_level=isa_level,
+        refusal=refusal,
+        weights_bytes=weights_bytes,
+        arena_bytes=sum(rank.arena_bytes for rank in manifest.ranks),
+        total_bytes=sum(file.size_bytes for file in manifest.files.values()),
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_block=manifest.kv.block_bytes,
+        context_tokens=context,
+        decode_bytes_per_token=weights_bytes + context * kv_bytes_per_token,
+    )
+
+
+def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
+    model, target, limits = manifest.model, manifest.target, manifest.limits
+    yield "engine", f"{manifest.name}, by llmbuild {manifest.llmbuild_version}"
+    yield (
+        "model",
+        f"{model.get('family')}, {model.get('num_layers')} layers, {model.get('num_heads')} heads, "
+        f"{model.get('num_kv_heads')} KV heads, head_dim {model.get('head_dim')}, "
+        f"hidden {model.get('hidden_size')}, vocab {manifest.vocab_size}",
+    )
+    yield "precision", manifest.precision
+    yield "target", f"{target.kind}, {target.machine}: {', '.join(target.isa_levels)}"
+    yield "compiler", target.compiler
+    yield (
+        "runs here",
+        f"yes, as {derived.isa_level}" if derived.runs_here else f"no: {derived.refusal}",
+    )
+    yield (
+        "limits",
+        f"{limits.max_sequence_length} tokens a sequence, {limits.max_step_tokens} tokens and "
+        f"{limits.max_sequences} sequences a step",
+    )
+    yield "decode buckets", ", ".join(map(str, manifest.buckets)) or "none"
+    dtypes = Counter(f"K {layer.k_dtype}, V {layer.v_dtype}" for layer in manifest.kv.layers)
+    yield "KV", "; ".join(f"{dtype} in {count} layers" for dtype, count in dtypes.items())
+    yield "KV per token", _bytes(derived.kv_bytes_per_token)
+    yield (
+        f"KV per block of {manifest.kv.block_size}",
+        _bytes(derived.kv_bytes_per_block),
+    )
+    yield "weights", _bytes(derived.weights_bytes)
+    yield "arena", _bytes(derived.arena_bytes)
+    yield (
+        "read per decoded token",
+        f"at most {_bytes(derived.decode_bytes_per_token)}, weights and the KV of "
+        f"{derived.context_tokens} tokens",
+    )
+    yield "on disk", _bytes(derived.total_bytes)
+
+
+def _file_rows(manifest: Manifest) -> Iterable[Row]:
+    return ((name, _bytes(file.size_bytes)) for name, file in manifest.files.items())
+
+
+def _aligned(rows: Iterable[Row]) -> list[str]:
+    rows = list(rows)
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:<{width}}  {value}" for label, value in rows]
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} bytes" if count < 1 << 20 else f"{count / (1 << 20):,.1f} MiB"

@@ -1,0 +1,191 @@
+"""Contract two: the engine's manifest, one schema for the builder that writes it and the
+runtime that reads it. It alone is enough to plan memory and to call the executable."""
+
+import hashlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from llmbuild.errors import EngineError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
+
+KV_ITEM_BYTES = {"fp32": 4, "bf16": 2}
+TOKENIZER_FILES = ("tokenizer.json", "generation_config.json")  # every engine has them
+
+_REBUILD = "compile the engine again"
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the manifest's records: immutable, unknown keys refused."""
+
+
+class Limits(Record, frozen=True):
+    max_sequence_length: Count  # tokens of one sequence, prompt and output together
+    max_step_tokens: Count  # tokens of one step over all sequences
+    max_sequences: Count  # sequences of one step
+
+
+class KVLayer(Record, frozen=True):
+    k_dtype: str
+    v_dtype: str
+
+
+class KVLayout(Record, frozen=True):
+    """Every layer's pools are [blocks, num_kv_heads, block_size, head_dim]."""
+
+    block_size: Count
+    num_kv_heads: Count
+    head_dim: Count
+    layers: list[KVLayer]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, K and V together."""
+        items = self.num_kv_heads * self.block_size * self.head_dim
+        return items * sum(
+            KV_ITEM_BYTES[layer.k_dtype] + KV_ITEM_BYTES[layer.v_dtype] for layer in self.layers
+        )
+
+
+class Target(Record, frozen=True):
+    kind: str  # "cpu"
+    machine: str  # platform.machine() that the code runs on
+    isa_levels: list[str]  # best first; each has its own executable
+    compiler: str  # name and version
+    compiler_flags: dict[str, list[str]]  # by ISA level
+
+
+class Rank(Record, frozen=True):
+    executables: dict[str, str]  # ISA level -> path inside the engine
+    weights: str  # path inside the engine
+    arena_bytes: Bytes  # activations of the largest step
+
+
+class File(Record, frozen=True):
+    sha256: Sha256
+    size_bytes: Bytes
+
+
+class Manifest(Record, frozen=True):
+    schema_version: int
+    llmbuild_version: str
+    name: str
+    model: dict[str, object]  # the decoder config, as data
+    vocab_size: Count
+    precision: str
+    target: Target
+    limits: Limits
+    buckets: list[Count]  # decode batch sizes compiled ahead of time, ascending
+    kv: KVLayout
+    ranks: list[Rank]
+    files: dict[str, File]  # every file of the engine but the manifest, by relative path
+    digest: str = ""  # sha256 of the manifest's encoding while this is empty; `seal` fills it in
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON, keys in the schema's order."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def seal(manifest: Manifest) -> Manifest:
+    """The manifest with its digest, by which the runtime knows that it is as it was written."""
+    blank = msgspec.structs.replace(manifest, digest="")
+    return msgspec.structs.replace(blank, digest=hashlib.sha256(encode(blank)).hexdigest())
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of the engine directory `root`.
+
+    Refuses, with an EngineError, one that is missing, of another schema version, malformed,
+    altered since it was sealed, or at odds with itself. A same schema version suffices: the
+    llmbuild version that wrote it is recorded and may differ from the one that reads it.
+    """
+    path = root / MANIFEST_NAME
+    raw = _read(root)
+    try:
+        content = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError(f"{path} isn't JSON: {error}; {_REBUILD}") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if type(version) is not int or version != SCHEMA_VERSION:
+        given = f"schema version {version!r}" if version is not None else "no schema version"
+        raise EngineError(
+            f"{path} has {given}, and this runtime reads {SCHEMA_VERSION}; compile the model with "
+            "this llmbuild, or run the engine with the one that compiled it"
+        )
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"{path} doesn't follow the schema: {error}; {_REBUILD}") from error
+    blank = raw.replace(f'"digest": "{manifest.digest}"'.encode(), b'"digest": ""')
+    digest = hashlib.sha256(blank).hexdigest()
+    if digest != manifest.digest:
+        raise EngineError(
+            f"{path} was altered after it was written: it carries digest {manifest.digest!r}, and "
+            f"its contents have {digest!r}; {_REBUILD}"
+        )
+    faults = _contradictions(manifest)
+    if faults:
+        raise EngineError(f"{path} contradicts itself: {'; '.join(faults)}; {_REBUILD}")
+    return manifest
+
+
+def _read(root: Path) -> bytes:
+    advice = "give the engine directory that `llmbuild compile` published"
+    try:
+        if not root.is_dir():
+            what = "isn't a directory" if root.exists() else "doesn't exist"
+            raise EngineError(f"{root} {what}; {advice}")
+        if not (root / MANIFEST_NAME).is_file():
+            raise EngineError(f"{root} isn't an engine, it has no {MANIFEST_NAME}; {advice}")
+        return (root / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        raise EngineError(f"can't read {error.filename}: {error.strerror}") from error
+
+
+def _contradictions(manifest: Manifest) -> list[str]:
+    """What doesn't fit together in a well-formed manifest, both values named."""
+    kv, model, target = manifest.kv, manifest.model, manifest.target
+    same = [
+        ("model.num_layers", model.get("num_layers"), "KV layers", len(kv.layers)),
+        ("model.num_kv_heads", model.get("num_kv_heads"), "kv.num_kv_heads", kv.num_kv_heads),
+        ("model.head_dim", model.get("head_dim"), "kv.head_dim", kv.head_dim),
+        ("model.vocab_size", model.get("vocab_size"), "vocab_size", manifest.vocab_size),
+        (
+            "the levels of target.compiler_flags",
+            sorted(target.compiler_flags),
+            "target.isa_levels",
+            sorted(target.isa_levels),
+        ),
+    ]
+    for index, rank in enumerate(manifest.ranks):
+        levels = sorted(rank.executables)
+        same.append(
+            (f"the levels of rank {index}", levels, "target.isa_levels", sorted(target.isa_levels))
+        )
+    faults = [f"{a} {x!r}, but {b} {y!r}" for a, x, b, y in same if x != y]
+
+    dtypes = {dtype for layer in kv.layers for dtype in (layer.k_dtype, layer.v_dtype)}
+    known = ", ".join(KV_ITEM_BYTES)
+    faults += [f"KV dtype {d!r}, but known are {known}" for d in sorted(dtypes - {*KV_ITEM_BYTES})]
+    if not manifest.ranks or not target.isa_levels:
+        faults.append(f"{len(manifest.ranks)} ranks and ISA levels {target.isa_levels}")
+    if any(b <= a for a, b in pairwise(manifest.buckets)):
+        faults.append(f"buckets {manifest.buckets} don't ascend")
+
+    needed = {*TOKENIZER_FILES}
+    for rank in manifest.ranks:
+        needed |= {rank.weights, *rank.executables.values()}
+    faults += [f"files lacks {name!r}" for name in sorted(needed - {*manifest.files})]
+    if MANIFEST_NAME in manifest.files:
+        faults.append(f"files lists {MANIFEST_NAME} itself")
+    return faults

@@ -1,0 +1,535 @@
+"""Recipes: what is accepted and completed, and the one clear message for each thing refused."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from llmbuild.builder.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
+from llmbuild.builder.recipe_errors import known_keys
+from llmbuild.errors import RecipeError
+
+HASH = "0123456789abcdef" * 4
+MINIMAL: dict[str, Any] = {
+    "version": 1,
+    "name": "tiny",
+    "model": {"source": "path:model"},
+    "precision": "fp32",
+}
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def changed(change: dict[str, Any]) -> dict[str, Any]:
+    """MINIMAL with keys set; a section is merged, and None removes a key."""
+    content = copy.deepcopy(MINIMAL)
+    for key, value in change.items():
+        if isinstance(value, dict) and isinstance(content.get(key), dict):
+            content[key].update(value)
+        elif value is None:
+            del content[key]
+        else:
+            content[key] = value
+    return content
+
+
+def problems(folder: Path, content: object, *overrides: str) -> list[str]:
+    """The lines of the RecipeError that loading raises, without its heading."""
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(write(folder, content), overrides)
+    heading, *lines = str(refused.value).split("\n  ")
+    assert heading.startswith(f"recipe {folder / 'recipe.yaml'}")
+    return lines
+
+
+BAD_RECIPES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "version missing": ({"version": None}, "version", ["missing", "1"]),
+    "version from the future": ({"version": 2}, "version", ["given 2", "allowed: 1"]),
+    "version as text": ({"version": "1"}, "version", ["given '1'", "allowed: 1"]),
+    "version true": ({"version": True}, "version", ["given true", "allowed: 1"]),
+    "name missing": ({"name": None}, "name", ["missing", "a-z"]),
+    "name with capitals": ({"name": "SmolLM"}, "name", ["given SmolLM", "a-z"]),
+    "name a parent folder": ({"name": ".."}, "name", ["given ..", "starts with a letter"]),
+    "name with a newline": ({"name": "tiny\n"}, "name", ["a-z"]),
+    "name a number": ({"name": 135}, "name", ["given 135", "text"]),
+    "model missing": ({"model": None}, "model", ["missing", "source, sha256"]),
+    "model a word": ({"model": "llama"}, "model", ["given llama", "mapping", "source, sha256"]),
+    "source without scheme": (
+        {"model": {"source": "org/name"}},
+        "model.source",
+        ["given org/name", "path:", "hf:org/name", "pypi:PACKAGE==VERSION"],
+    ),
+    "source of an inexact version": (
+        {"model": {"source": "pypi:thing>=1/a.gguf"}},
+        "model.source",
+        ["malformed", "pypi:PACKAGE==VERSION"],
+    ),
+    "sha256 too short": ({"model": {"sha256": "abc"}}, "model.sha256", ["abc", "64"]),
+    "sha256 of a path upwards": (
+        {"model": {"sha256": {"../model.safetensors": HASH}}},
+        "model.sha256",
+        ["file name"],
+    ),
+    "unknown key": ({"precison": "bf16"}, "precison", ["unknown key", "precision"]),
+    "unknown key in a section": (
+        {"limits": {"max_sequnces": 4}},
+        "limits.max_sequnces",
+        ["unknown key", "limits.max_sequences"],
+    ),
+    "key of another section": (
+        {"block_size": 8},
+        "block_size",
+        ["unknown key", "kv_cache.block_size"],
+    ),
+    "key that is a number": ({7: 8}, "7", ["unknown key"]),
+    "key with a dot": (
+        {"limits.max_sequences": 4},
+        '"limits.max_sequences"',
+        ["unknown key", "limits.max_sequences"],
+    ),
+    "unsupported key": (
+        {"quantisation": {"weights": "int4"}},
+        "quantisation",
+        ["not yet supported"],
+    ),
+    "unsupported key spelt otherwise": (
+        {"quantization": {}},
+        "quantization",
+        ["unknown key", "quantisation (not yet supported)"],
+    ),
+    "calibration": ({"calibration": {}}, "calibration", ["not yet supported"]),
+    "gate": ({"gate": {}}, "gate", ["not yet supported"]),
+    "tensor parallel": (
+        {"parallel": {"tp": 3}},
+        "parallel.tp",
+        ["given 3", "not yet supported", "allowed: 1"],
+    ),
+    "no pipeline stage": ({"parallel": {"pp": 0}}, "parallel.pp", ["given 0", "allowed: 1"]),
+    "unsupported target": (
+        {"target": "tensorrt"},
+        "target",
+        ["given tensorrt", "not yet supported", "cpu"],
+    ),
+    "unsupported target in a mapping": (
+        {"target": {"kind": "tensorrt-rtx"}},
+        "target.kind",
+        ["given tensorrt-rtx", "not yet supported", "cpu"],
+    ),
+    "unknown target": ({"target": "gpu"}, "target", ["given gpu", "cpu"]),
+    "target a list": ({"target": ["cpu"]}, "target", ["given [cpu]", "cpu"]),
+    "unknown level": (
+        {"target": {"kind": "cpu", "isa": "x86-64-v5"}},
+        "target.isa",
+        ["given x86-64-v5", "native", "x86-64-v4, x86-64-v3, x86-64, aarch64"],
+    ),
+    "no level": ({"target": {"kind": "cpu", "isa": []}}, "target.isa", ["given []", "native"]),
+    "level twice": (
+        {"target": {"kind": "cpu", "isa": ["x86-64", "x86-64"]}},
+        "target.isa",
+        ["once"],
+    ),
+    "levels of two machines": (
+        {"target": {"kind": "cpu", "isa": ["x86-64", "aarch64"]}},
+        "target.isa",
+        ["one kind of machine"],
+    ),
+    "precision missing": ({"precision": None}, "precision", ["missing", "fp32 or bf16"]),
+    "unsupported precision": (
+        {"precision": "int4"},
+        "precision",
+        ["given int4", "not yet supported", "fp32 or bf16"],
+    ),
+    "unknown precision": ({"precision": "fp12"}, "precision", ["given fp12", "fp32 or bf16"]),
+    "unsupported kv dtype": (
+        {"kv_cache": {"dtype": "fp8"}},
+        "kv_cache.dtype",
+        ["given fp8", "not yet supported", "fp32 or bf16"],
+    ),
+    "block size zero": ({"kv_cache": {"block_size": 0}}, "kv_cache.block_size", ["given 0", "256"]),
+    "block size 257": ({"kv_cache": {"block_size": 257}}, "kv_cache.block_size", ["257", "256"]),
+    "limits a number": (
+        {"limits": 5},
+        "limits",
+        ["given 5", "max_sequence_length, max_step_tokens, max_sequences"],
+    ),
+    "number as text": (
+        {"limits": {"max_sequences": "32"}},
+        "limits.max_sequences",
+        ["given '32'", "an integer"],
+    ),
+    "truth as number": (
+        {"limits": {"max_sequence_length": True}},
+        "limits.max_sequence_length",
+        ["given true", "an integer"],
+    ),
+    "fraction as integer": (
+        {"limits": {"max_step_tokens": 512.0}},
+        "limits.max_step_tokens",
+        ["given 512.0", "an integer"],
+    ),
+    "negative limit": (
+        {"limits": {"max_sequence_length": -1}},
+        "limits.max_sequence_length",
+        ["given -1", "from 1"],
+    ),
+    "more sequences than step tokens": (
+        {"limits": {"max_sequences": 9, "max_step_tokens": 8}},
+        "limits.max_sequences",
+        ["given 9", "limits.max_step_tokens, 8"],
+    ),
+    "more sequences than the default's step tokens": (
+        {"limits": {"max_sequences": 513}},
+        "limits.max_sequences",
+        ["given 513", "limits.max_step_tokens, 512"],
+    ),
+    "block longer than a sequence": (
+        {"limits": {"max_sequence_length": 31}, "kv_cache": {"block_size": 32}},
+        "kv_cache.block_size",
+        ["limits.max_sequence_length, 31"],
+    ),
+    "bucket above the sequences": (
+        {"limits": {"max_sequences": 3}, "buckets": [1, 4]},
+        "buckets",
+        ["given [1, 4]", "limits.max_sequences, 3"],
+    ),
+    "bucket above the step tokens": (
+        {"limits": {"max_step_tokens": 7}, "buckets": [1, 8]},
+        "buckets",
+        ["given [1, 8]", "limits.max_step_tokens, 7"],
+    ),
+    "bucket above 64": ({"buckets": [1, 65]}, "buckets", ["given [1, 65]", "1 to 64"]),
+    "buckets without 1": ({"buckets": [2, 4]}, "buckets", ["given [2, 4]", "from 1"]),
+    "buckets none": ({"buckets": []}, "buckets", ["given []", "from 1"]),
+    "buckets twice": ({"buckets": [1, 2, 2]}, "buckets", ["[1, 2, 2]", "distinct"]),
+    "buckets descending": ({"buckets": [2, 1]}, "buckets", ["[2, 1]", "ascending"]),
+    "buckets of other types": ({"buckets": [True, "2"]}, "buckets", ["[true, '2']", "integers"]),
+    "buckets a number": ({"buckets": 1}, "buckets", ["given 1", "a list"]),
+    "tolerance zero": ({"verify": {"tolerance": 0}}, "verify.tolerance", ["given 0", "above 0"]),
+    "tolerance not a number": (
+        {"verify": {"tolerance": float("nan")}},
+        "verify.tolerance",
+        ["given .nan", "above 0"],
+    ),
+    "tolerance infinite": (
+        {"verify": {"tolerance": float("inf")}},
+        "verify.tolerance",
+        ["given .inf", "at most 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_RECIPES)
+def test_bad_recipe_is_refused_in_one_line_with_its_key(kind: str, tmp_path: Path) -> None:
+    change, key, words = BAD_RECIPES[kind]
+    lines = problems(tmp_path, changed(change))
+    assert len(lines) == 1
+    path, _, text = lines[0].partition(": ")
+    assert path == key
+    for word in words:
+        assert word in text
+
+
+BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
+    "empty": (b"", ["empty"]),
+    "comments alone": (b"# nothing\n", ["empty"]),
+    "a list": (b"- version: 1\n", ["list", "mapping"]),
+    "a word": (b"hello\n", ["str", "mapping"]),
+    "bad YAML": (b"version: 1\nname: [tiny\nmodel: x\n", ["line 3", "column 6"]),
+    "a tab": (b"version: 1\nlimits:\n\tmax_sequences: 4\n", ["line 3", "column 1"]),
+    "key twice": (b"version: 1\nname: a\nname: b\n", ["line 3", "column 1", "name", "twice"]),
+    "key twice in a section": (
+        b"limits:\n  max_sequences: 1\n  max_sequences: 2\n",
+        ["line 3", "max_sequences", "twice"],
+    ),
+    "python object": (b"name: !!python/object/apply:os.getcwd []\n", ["line 1", "python"]),
+    "impossible date": (b"name: 2026-13-45\n", ["line 1", "2026-13-45"]),
+    "two documents": (b"version: 1\n---\nversion: 1\n", ["line 2", "document"]),
+    "control character": (b"name: a\x00b\n", ["bad YAML"]),
+    "not UTF-8": (b"name: caf\xe9\n", ["UTF-8", "byte 9"]),
+    "nested without end": (b"[" * 20_000, ["nested too deeply"]),
+    "larger than any recipe": (b"#" * ((1 << 20) + 1), ["larger than 1048576 bytes"]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_file_that_is_no_recipe_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    raw, words = BAD_FILES[kind]
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(raw)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(path)
+    message = str(refused.value)
+    assert message.startswith(f"recipe {path}")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("missing.yaml", "No such file"), ("", "isn't a file"), ("/dev/zero", "isn't a file")],
+)
+def test_path_without_a_file_is_refused(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(tmp_path / name)
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    content = changed(
+        {
+            "version": 3,
+            "name": None,
+            "precison": "bf16",
+            "model": {"sha256": 5},
+            "limits": {"max_sequences": 0, "max_tokens": 7},
+            "verify": {"tolerance": "small"},
+            "gate": {},
+        }
+    )
+    assert {line.partition(":")[0] for line in problems(tmp_path, content)} == {
+        "version",
+        "name",
+        "precison",
+        "model.sha256",
+        "limits.max_sequences",
+        "limits.max_tokens",
+        "verify.tolerance",
+        "gate",
+    }
+
+
+def test_contradiction_is_reported_beside_other_problems(tmp_path: Path) -> None:
+    content = changed({"limits": {"max_sequences": 2}, "buckets": [1, 4], "colour": "red"})
+    lines = problems(tmp_path, content)
+    assert [line.partition(":")[0] for line in lines] == ["buckets", "colour"]
+
+
+def test_shown_values_are_cut(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, changed({"precision": "x" * 100_000}))
+    assert len(line) < 200
+
+
+def resolve(folder: Path, content: object, *overrides: str, max_position: int = 4096) -> Any:
+    return load_recipe(write(folder, content), overrides).resolve(max_position)
+
+
+def test_minimal_recipe_gets_the_defaults(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, MINIMAL)
+    assert yaml.safe_load(effective_yaml(resolved)) == {
+        **MINIMAL,
+        "target": {"kind": "cpu", "isa": ["native"]},
+        "parallel": {"tp": 1, "pp": 1},
+        "limits": {"max_sequence_length": 2048, "max_step_tokens": 512, "max_sequences": 32},
+        "kv_cache": {"dtype": "fp32", "block_size": 16},
+        "buckets": [1, 2, 4, 8],
+        "verify": {"tolerance": 1e-4},
+    }
+
+
+def test_bf16_sets_the_kv_dtype_and_the_tolerance(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, changed({"precision": "bf16"}))
+    assert resolved.kv_cache.dtype == "bf16"
+    assert resolved.verify.tolerance == 2e-2
+
+
+def test_defaults_are_cut_to_fit_what_is_given(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, changed({"limits": {"max_step_tokens": 5}}), max_position=7)
+    assert resolved.limits.max_sequences == 5
+    assert resolved.limits.max_sequence_length == 7
+    assert resolved.kv_cache.block_size == 7
+    assert resolved.buckets == (1, 2, 4)
+
+
+def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL) + "limits:\nkv_cache:\nverify:\nparallel:\n"
+    assert resolve(tmp_path, text) == resolve(tmp_path, MINIMAL)
+
+
+def test_sequence_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    content = changed({"limits": {"max_sequence_length": 129}})
+    assert resolve(tmp_path, content, max_position=129).limits.max_sequence_length == 129
+    with pytest.raises(RecipeError, match=r"limits.max_sequence_length: given 129; .* 128 pos"):
+        resolve(tmp_path, content, max_position=128)
+
+
+def test_block_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
+    content = changed({"kv_cache": {"block_size": 64}})
+    assert resolve(tmp_path, content, max_position=64).kv_cache.block_size == 64
+    with pytest.raises(RecipeError, match=r"kv_cache.block_size: given 64; .*length, 63"):
+        resolve(tmp_path, content, max_position=63)
+
+
+def test_one_level_and_a_list_of_one_are_the_same(tmp_path: Path) -> None:
+    word, level, listed = (
+        resolve(tmp_path, changed({"target": target}))
+        for target in (
+            {"kind": "cpu"},
+            {"kind": "cpu", "isa": "native"},
+            {"kind": "cpu", "isa": ["native"]},
+        )
+    )
+    assert word == level == listed == resolve(tmp_path, changed({"target": "cpu"}))
+
+
+def test_number_with_an_exponent_needs_no_dot(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL) + "verify: {tolerance: 1e-3}\n"
+    assert resolve(tmp_path, text).verify.tolerance == 0.001
+
+
+def test_overrides_are_applied_in_order(tmp_path: Path) -> None:
+    resolved = resolve(
+        tmp_path,
+        MINIMAL,
+        "precision=bf16",
+        "limits.max_sequences=4",
+        "limits.max_sequences=7",
+        "buckets=[1, 7]",
+        f"model.sha256={{model.safetensors: {HASH}}}",
+        "verify.tolerance=5e-3",
+    )
+    assert resolved.precision == "bf16"
+    assert resolved.limits.max_sequences == 7
+    assert resolved.buckets == (1, 7)
+    assert resolved.model.sha256 == {"model.safetensors": HASH}
+    assert resolved.verify.tolerance == 0.005
+
+
+def test_override_below_a_target_of_one_word_keeps_the_word(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, changed({"target": "cpu"}), "target.isa=x86-64-v3")
+    assert (resolved.target.kind, resolved.target.isa) == ("cpu", ("x86-64-v3",))
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("limits.max_seqs=3", "limits.max_seqs", "nearest known key is limits.max_sequences"),
+        ("precison=bf16", "precison", "nearest known key is precision"),
+        ("limits.max_sequences=many", "limits.max_sequences", "given many; allowed: an integer"),
+        ("limits.max_sequences.most=3", "limits.max_sequences", "given {most: 3}"),
+        ("precision=", "precision", "given null; allowed: fp32 or bf16"),
+    ],
+)
+def test_bad_override_is_refused_like_the_same_key_in_the_file(
+    override: str, key: str, words: str, tmp_path: Path
+) -> None:
+    (line,) = problems(tmp_path, MINIMAL, override)
+    assert line.startswith(f"{key}: ")
+    assert words in line
+
+
+def test_problem_of_an_override_names_the_override(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--set precison=bf16:"):
+        load_recipe(write(tmp_path, MINIMAL), ["precison=bf16"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("precision", "KEY.PATH=VALUE"),
+        ("=bf16", "KEY.PATH=VALUE"),
+        ("limits..x=1", "KEY.PATH=VALUE"),
+        ("buckets=[1", "line 1, column 3: bad YAML"),
+    ],
+)
+def test_malformed_override_is_refused(override: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(write(tmp_path, MINIMAL), [override])
+    assert str(refused.value).startswith(f"--set {override}")
+    assert words in str(refused.value)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
+    """A valid recipe with any of its keys given, and a model's positions."""
+    max_position = draw(st.integers(1, 5000))
+    length = draw(st.integers(1, max_position))
+    step_tokens = draw(st.integers(1, 2000))
+    sequences = draw(st.integers(1, step_tokens))
+    buckets = {1, *draw(st.sets(st.integers(1, min(sequences, 64))))}
+    optional: dict[str, Any] = {
+        "target": draw(st.sampled_from(["cpu", {"kind": "cpu", "isa": ["x86-64-v4", "x86-64"]}])),
+        "kv_cache": {
+            "dtype": draw(st.sampled_from(["fp32", "bf16"])),
+            "block_size": draw(st.integers(1, min(256, length))),
+        },
+        "limits": {
+            "max_sequence_length": length,
+            "max_step_tokens": step_tokens,
+            "max_sequences": sequences,
+        },
+        "buckets": sorted(buckets),
+        "verify": {"tolerance": draw(st.floats(0, 1, exclude_min=True))},
+    }
+    given_keys = draw(st.sets(st.sampled_from(sorted(optional))))
+    if given_keys & {"kv_cache", "buckets"}:
+        given_keys.add("limits")
+    model = {"source": "path:model", "sha256": draw(st.sampled_from([HASH, {"a.json": HASH}]))}
+    precision = draw(st.sampled_from(["fp32", "bf16"]))
+    content = {**MINIMAL, "model": model, "precision": precision}
+    return content | {key: optional[key] for key in given_keys}, max_position
+
+
+@given(recipes())
+def test_effective_recipe_loads_and_resolves_to_itself(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[dict[str, Any], int]
+) -> None:
+    content, max_position = case
+    folder = tmp_path_factory.getbasetemp()
+    resolved = resolve(folder, content, max_position=max_position)
+    printed = effective_yaml(resolved)
+    assert resolve(folder, printed, max_position=max_position) == resolved
+    written = yaml.safe_load(printed)
+    for section, values in content.items():
+        if section != "target":
+            assert written[section] == values or written[section] == written[section] | values
+
+
+def test_resolved_recipe_leaves_nothing_open(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, MINIMAL)
+    assert isinstance(resolved, ResolvedRecipe)
+    open_keys = [
+        key
+        for key in known_keys(ResolvedRecipe)
+        if key != "model.sha256" and _value(resolved, key) is None
+    ]
+    assert open_keys == []
+
+
+def test_recipe_is_frozen(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.limits.max_step_tokens = 3
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-fp32", "llama-3.1-8b"])
+def test_shipped_recipe_loads_under_its_own_name(name: str, checkout: Path) -> None:
+    recipe = load_recipe(checkout / "recipes" / f"{name}.yaml")
+    assert recipe.name == name
+    assert recipe.resolve(131072).precision == ("fp32" if name.endswith("fp32") else "bf16")
+
+
+def test_reference_has_a_row_for_every_key(checkout: Path) -> None:
+    rows = [
+        line.split("|")[1].strip(" `")
+        for line in (checkout / "docs" / "recipe.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    leaves = {key for key in known_keys(Recipe) if not any(_below(key))}
+    assert set(rows) == leaves
+
+
+def _below(key: str) -> list[str]:
+    return [other for other in known_keys(Recipe) if other.startswith(f"{key}.")]
+
+
+def _value(record: Any, key: str) -> Any:
+    for name in key.split("."):
+        record = getattr(record, name)
+    return record

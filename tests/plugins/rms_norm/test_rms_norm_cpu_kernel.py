@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from kernel_harness import LEVELS, KernelCompiler, Library, bits
+
+# (N, GROUP)
+SHAPES = [(1, 1), (7, 7), (17, 17), (33, 33), (576, 576), (60, 20), (12, 6), (256, 64), (14, 2)]
+PAD = 3
+EPS = 1e-5
+
+SOURCE = '#include "rms_norm/cpu.h"\n' + "".join(
+    f"""
+extern "C" void rms_norm_{n}_{group}(int threads, const float* x, const float* w, float eps,
+                                     float* y, int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    rms_norm<{n}, {group}, {n + PAD}, {n + PAD}>(worker, x, w, eps, y, rows);
+  }});
+}}
+extern "C" void add_rms_norm_{n}_{group}(int threads, const float* x, const float* residual,
+                                         const float* w, float eps, float* sum, float* y,
+                                         int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    add_rms_norm<{n}, {n + PAD}, {n}, {n}, {n + PAD}>(worker, x, residual, w, eps, sum, y, rows);
+  }});
+}}
+"""
+    for n, group in SHAPES
+)
+
+
+@pytest.fixture(params=LEVELS)
+def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
+    return compiler.library(SOURCE, request.param)
+
+
+def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    groups = x.astype(np.float64).reshape(len(x), x.shape[1] // len(weight), len(weight))
+    scale = 1 / np.sqrt((groups**2).mean(-1, keepdims=True) + EPS)
+    return (groups * scale * weight).reshape(x.shape)
+
+
+def rows_of(n: int, rows: int) -> np.ndarray:
+    x = np.random.default_rng(n).standard_normal((13, n + PAD)).astype(np.float32)
+    x[:, n:] = np.nan
+    x[::2] *= 1e-3  # where eps matters
+    return x[:rows].copy()
+
+
+def weight_of(group: int) -> np.ndarray:
+    return np.random.default_rng(group).uniform(0.5, 2, group).astype(np.float32)
+
+
+@pytest.mark.parametrize(("n", "group"), SHAPES)
+def test_rms_norm_of_each_group_is_within_rounding_of_float64(
+    library: Library, n: int, group: int
+) -> None:
+    weight = weight_of(group)
+    for rows in (0, 1, 2, 3, 13):
+        x = rows_of(n, rows)
+        y = np.full_like(x, 7.0)
+        library.call(f"rms_norm_{n}_{group}", 2, x, weight, EPS, y, rows)
+        # Mean of squares: at most group/16 + 6 roundings, halved by the root; then five more.
+        rtol = (group / 32 + 8) * 2.0**-24
+        np.testing.assert_allclose(y[:, :n], reference(x[:, :n], weight), rtol=rtol, atol=0)
+        assert (y[:, n:] == 7.0).all()
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+@pytest.mark.parametrize(("n", "group"), SHAPES)
+def test_add_rms_norm_is_the_addition_and_then_the_norm(
+    library: Library, n: int, group: int, aliased: bool
+) -> None:
+    weight = weight_of(n)
+    for rows in (0, 1, 2, 13):
+        x = rows_of(n, rows)
+        residual = np.random.default_rng(9).standard_normal((rows, n)).astype(np.float32)
+        total = x[:, :n] + residual
+        result = residual if aliased else np.empty_like(residual)
+        y = np.full_like(x, 7.0)
+        name = f"add_rms_norm_{n}_{group}"
+        library.call(name, 2, x, residual, weight, EPS, result, y, rows)
+        np.testing.assert_array_equal(bits(result), bits(total))
+        rtol = (n / 32 + 8) * 2.0**-24
+        np.testing.assert_allclose(y[:, :n], reference(total, weight), rtol=rtol, atol=0)
+        assert (y[:, n:] == 7.0).all()
+
+
+@pytest.mark.parametrize(("n", "group"), SHAPES)
+def test_norm_of_a_row_has_the_same_bits_in_any_batch_and_team(
+    library: Library, n: int, group: int
+) -> None:
+    weight, x = weight_of(group), rows_of(n, 13)
+
+    def run(rows: np.ndarray, threads: int) -> np.ndarray:
+        y = np.zeros_like(rows)
+        library.call(f"rms_norm_{n}_{group}", threads, rows, weight, EPS, y, len(rows))
+        return bits(y)
+
+    together = run(x, 1)
+    np.testing.assert_array_equal(run(x, 3), together)
+    for row in range(13):
+        alone = run(x[row : row + 1].copy(), 2)
+        np.testing.assert_array_equal(alone, together[row : row + 1])

@@ -1,0 +1,153 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from kernel_harness import DTYPES, LEVELS, KernelCompiler, Library, Step, bits, make_step
+
+# (H, HKV, D, BS, QK-norm): groups of 1, 3, 4 and all heads.
+SHAPES = [(1, 1, 2, 1, 1), (6, 2, 6, 4, 0), (9, 3, 64, 16, 1), (4, 1, 20, 16, 1), (3, 3, 128, 4, 0)]
+EPS = 1e-6
+
+# q, k and v are column slices of one buffer, as a merged projection leaves them.
+SOURCE = '#include "rope_kv_write/cpu.h"\n' + "".join(
+    f"""
+extern "C" void write_{kv}_{d}(int threads, Step* step, const float* qkv, const float* table,
+                               const float* q_norm, const float* k_norm, float eps, {kv}* k_pool,
+                               {kv}* v_pool, float* q_out) {{
+  constexpr int WIDTH = {(h + 2 * hkv) * d};
+  with_team(threads, [&](const Worker& worker) {{
+    rope_kv_write<{kv}, {h}, {hkv}, {d}, {bs}, WIDTH, WIDTH, WIDTH, {h * d + 1}, bool({norm})>(
+        worker, *step, qkv, qkv + {h * d}, qkv + {(h + hkv) * d}, table, q_norm, k_norm, eps,
+        k_pool, v_pool, q_out);
+  }});
+}}
+"""
+    for kv in DTYPES
+    for h, hkv, d, bs, norm in SHAPES
+)
+
+SEQUENCES = [(0, 5), (37, 1), (3, 13), (100, 2), (0, 1)]
+
+
+@pytest.fixture(params=LEVELS)
+def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
+    return compiler.library(SOURCE, request.param)
+
+
+@dataclass
+class Written:
+    q: np.ndarray
+    k_pool: np.ndarray
+    v_pool: np.ndarray
+
+
+@dataclass
+class Case:
+    """Inputs of one step for a shape, and the pools' contents before it."""
+
+    shape: tuple[int, int, int, int, int]
+    kv: str
+
+    def __post_init__(self) -> None:
+        h, hkv, d, bs, _ = self.shape
+        rng = np.random.default_rng(d)
+        self.step, self.num_blocks = make_step(SEQUENCES, bs, rng)
+        tokens = len(self.step.positions)
+        self.qkv = rng.standard_normal((tokens, (h + 2 * hkv) * d)).astype(np.float32)
+        angle = self.step.positions[:, None] / 10000 ** (np.arange(d // 2) / (d // 2))
+        self.table = np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+        self.q_norm, self.k_norm = rng.uniform(0.5, 2, (2, d)).astype(np.float32)
+
+    def run(self, library: Library, threads: int, tokens: slice | None = None) -> Written:
+        """The whole step, or only `tokens` of it (all of one sequence) as a step of their own."""
+        h, hkv, d, bs, _ = self.shape
+        step, qkv, table = self.step, self.qkv, self.table
+        if tokens is not None:
+            s = int(np.searchsorted(step.query_start, tokens.start, side="right")) - 1
+            start = np.array([0, tokens.stop - tokens.start], np.int32)
+            lengths, tables = step.kv_lengths[s : s + 1].copy(), step.block_tables[s : s + 1].copy()
+            step = Step(step.positions[tokens].copy(), start, lengths, tables)
+            qkv, table = qkv[tokens].copy(), table[tokens].copy()
+        q = np.full((len(qkv), h * d + 1), 7.0, np.float32)
+        pools = [np.full((self.num_blocks, hkv, bs, d), np.nan, DTYPES[self.kv]) for _ in "kv"]
+        norms = (self.q_norm, self.k_norm)
+        library.call(f"write_{self.kv}_{d}", threads, step, qkv, table, *norms, EPS, *pools, q)
+        assert (q[:, h * d :] == 7.0).all()
+        return Written(q[:, : h * d].reshape(-1, h, d), *pools)
+
+    def expected_heads(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q and k rotated, and v, in float64: [T, heads, D]."""
+        h, hkv, d, _, norm = self.shape
+        heads = self.qkv.astype(np.float64).reshape(len(self.qkv), -1, d)
+        q, k, v = heads[:, :h], heads[:, h : h + hkv], heads[:, h + hkv :]
+        if norm:
+            q = q / np.sqrt((q**2).mean(-1, keepdims=True) + EPS) * self.q_norm
+            k = k / np.sqrt((k**2).mean(-1, keepdims=True) + EPS) * self.k_norm
+        table = self.table.astype(np.float64)[:, None]
+        cosine, sine = np.tile(table[..., : d // 2], 2), np.tile(table[..., d // 2 :], 2)
+
+        def rotate(x: np.ndarray) -> np.ndarray:
+            half = np.concatenate([-x[..., d // 2 :], x[..., : d // 2]], axis=-1)
+            return x * cosine + half * sine
+
+        return rotate(q), rotate(k), v
+
+
+@pytest.mark.parametrize("kv", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_are_normed_rotated_and_written_to_their_slots(
+    library: Library, shape: tuple[int, int, int, int, int], kv: str
+) -> None:
+    case = Case(shape, kv)
+    written = case.run(library, threads=2)
+    q, k, v = case.expected_heads()
+    bound = 24 * 2.0**-24 * 4  # roundings of norm and rotation, on values up to about 4
+    np.testing.assert_allclose(written.q, q, rtol=0, atol=bound)
+    rtol = 2.0**-8 if kv == "bf16" else 0  # half a bf16 ulp of the stored key
+    for token, (block, offset) in enumerate(case.step.slots(shape[3])):
+        stored = written.k_pool[block, :, offset].astype(np.float64)
+        np.testing.assert_allclose(stored, k[token], rtol=rtol, atol=bound)
+        values = v[token].astype(np.float32).astype(DTYPES[kv])
+        np.testing.assert_array_equal(bits(written.v_pool[block, :, offset]), bits(values))
+
+
+@pytest.mark.parametrize("kv", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_the_slots_of_the_steps_tokens_change(
+    library: Library, shape: tuple[int, int, int, int, int], kv: str
+) -> None:
+    case = Case(shape, kv)
+    written = case.run(library, threads=3)
+    own = np.zeros(written.k_pool.shape, bool)
+    for block, offset in case.step.slots(shape[3]):
+        own[block, :, offset] = True
+    for pool in (written.k_pool, written.v_pool):
+        np.testing.assert_array_equal(np.isnan(pool.astype(np.float32)), ~own)
+
+
+@pytest.mark.parametrize("kv", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_is_written_with_the_same_bits_in_any_batch_and_team(
+    library: Library, shape: tuple[int, int, int, int, int], kv: str
+) -> None:
+    case = Case(shape, kv)
+    together = case.run(library, threads=1)
+    again = case.run(library, threads=3)
+    for name in ("q", "k_pool", "v_pool"):
+        np.testing.assert_array_equal(bits(getattr(again, name)), bits(getattr(together, name)))
+    for token, (block, offset) in enumerate(case.step.slots(shape[3])):
+        alone = case.run(library, 2, slice(token, token + 1))
+        np.testing.assert_array_equal(bits(alone.q[0]), bits(together.q[token]))
+        for name in ("k_pool", "v_pool"):
+            mine, theirs = getattr(alone, name), getattr(together, name)
+            np.testing.assert_array_equal(
+                bits(mine[block, :, offset]), bits(theirs[block, :, offset])
+            )
+
+
+def test_an_empty_step_writes_nothing(library: Library) -> None:
+    step, _ = make_step([], 4, np.random.default_rng(0))
+    pool = np.ones((2, 2, 4, 6), np.float32)
+    empty = np.zeros((0, 60), np.float32)
+    library.call("write_float_6", 2, step, empty, empty, empty, empty, EPS, pool, pool, empty)
+    assert (pool == 1).all()

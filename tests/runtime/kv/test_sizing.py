@@ -1,0 +1,96 @@
+import pytest
+
+from llmbuild.errors import UserError
+from llmbuild.runtime.kv.sizing import DEFAULT_KV_BYTES, choose_num_blocks, parse_bytes
+from llmbuild.runtime.manifest import File, KVLayer, KVLayout, Limits, Manifest, Rank, Target
+
+
+def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64):
+    return Manifest(
+        schema_version=1,
+        llmbuild_version="0",
+        name="tiny",
+        model={},
+        vocab_size=300,
+        precision="fp32",
+        target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
+        limits=Limits(
+            max_sequence_length=max_sequence_length,
+            max_step_tokens=64,
+            max_sequences=max_sequences,
+        ),
+        buckets=[1],
+        kv=KVLayout(
+            block_size=block_size,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            layers=[KVLayer(k_dtype="fp32", v_dtype="bf16")] * 3,
+        ),
+        ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
+        files={"w": File(sha256="", size_bytes=0)},
+    )
+
+
+BLOCK_BYTES = 3 * 2 * 16 * 64 * (4 + 2)  # layers x heads x positions x head_dim x (K + V)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (12345, 12345),
+        ("12345", 12345),
+        ("512MiB", 512 * 2**20),
+        ("1GB", 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("7 kb", 7000),
+        ("2KiB", 2048),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1 G B", "1XB", "nan", True, None, 1.5e9, "1e9"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match="isn't a size"):
+        parse_bytes(text)
+
+
+def test_default_holds_all_sequences_at_full_length():
+    assert choose_num_blocks(manifest(), None, None) == 3 * 7 + 1  # ceil(100 / 16) = 7
+
+
+def test_default_stays_within_its_cap():
+    blocks = choose_num_blocks(manifest(max_sequences=10_000), None, None)
+    assert blocks == DEFAULT_KV_BYTES // BLOCK_BYTES
+
+
+def test_default_holds_one_full_sequence_even_past_the_cap():
+    long = manifest(max_sequence_length=1_000_001)
+    assert choose_num_blocks(long, None, None) == 62_501 + 1
+
+
+def test_kv_memory_is_never_exceeded():
+    blocks = choose_num_blocks(manifest(), "1MiB", None)
+    assert blocks * BLOCK_BYTES <= 2**20 < (blocks + 1) * BLOCK_BYTES
+
+
+def test_giving_both_sizes_is_refused():
+    with pytest.raises(UserError, match="give one of them"):
+        choose_num_blocks(manifest(), "1MiB", 10)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 0, -3, 2.0, True, "7"])
+def test_too_few_blocks_are_refused(num_blocks):
+    with pytest.raises(UserError, match="num_blocks"):
+        choose_num_blocks(manifest(), None, num_blocks)
+
+
+@pytest.mark.parametrize("kv_memory", [0, -1, 2 * BLOCK_BYTES - 1])
+def test_too_little_memory_is_refused_with_the_least(kv_memory):
+    with pytest.raises(UserError, match=str(2 * BLOCK_BYTES)):
+        choose_num_blocks(manifest(), kv_memory, None)
+
+
+def test_least_memory_is_enough_for_the_least_pool():
+    assert choose_num_blocks(manifest(), 2 * BLOCK_BYTES, None) == 2

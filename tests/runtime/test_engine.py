@@ -1,0 +1,296 @@
+"""Engines that open, and every kind that is refused before it is loaded; `llmbuild inspect`."""
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from llmbuild.errors import EngineError
+from llmbuild.runtime.engine import Engine, open_engine
+from llmbuild.runtime.inspect_cli import inspect
+from llmbuild.runtime.isa import LEVELS
+from llmbuild.runtime.manifest import Manifest, encode, seal
+
+LEVEL_NAMES = ["x86-64-v4", "x86-64-v3", "x86-64"]
+EXECUTABLES = {level: f"rank0/engine-{level}.so" for level in LEVEL_NAMES}
+CONTENTS = {
+    **{name: f"code of {level}".encode() * 7 for level, name in EXECUTABLES.items()},
+    "rank0/weights.safetensors": bytes(range(256)) * 2053,
+    "tokenizer.json": b'{"model": {}}',
+    "generation_config.json": b"{}",
+    "graph/step.onnx": b"\x08",
+}
+BASE = LEVELS["x86-64"].flags
+V3 = LEVELS["x86-64-v3"].flags
+V4 = LEVELS["x86-64-v4"].flags
+
+
+@pytest.fixture(autouse=True)
+def on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path) -> Path:
+    """The description of a processor with AVX2 and no AVX-512."""
+    return write_cpuinfo(tmp_path, V3)
+
+
+def write_cpuinfo(folder: Path, flags: frozenset[str]) -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: {' '.join(sorted(flags))}\n")
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A whole engine, but for its contents, which nothing here loads."""
+    root = tmp_path / "engine"
+    for name, data in CONTENTS.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    write_manifest(root)
+    return root
+
+
+def write_manifest(root: Path, **changes: Any) -> None:
+    """Writes the manifest of CONTENTS, sealed, with some of its fields changed."""
+    value: dict[str, Any] = {
+        "schema_version": 1,
+        "llmbuild_version": "0.0.7",
+        "name": "tiny",
+        "model": {
+            "family": "llama",
+            "num_layers": 3,
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 14,
+            "hidden_size": 120,
+            "vocab_size": 97,
+        },
+        "vocab_size": 97,
+        "precision": "bf16",
+        "target": target(LEVEL_NAMES),
+        "limits": {"max_sequence_length": 101, "max_step_tokens": 64, "max_sequences": 5},
+        "buckets": [1, 2, 8],
+        "kv": {
+            "block_size": 16,
+            "num_kv_heads": 2,
+            "head_dim": 14,
+            "layers": [{"k_dtype": "bf16", "v_dtype": "bf16"}] * 3,
+        },
+        "ranks": ranks(LEVEL_NAMES),
+        "files": {
+            name: {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+            for name, data in CONTENTS.items()
+        },
+    }
+    manifest = msgspec.convert(value | changes, Manifest)
+    (root / "manifest.json").write_bytes(encode(seal(manifest)))
+
+
+def target(levels: list[str], kind: str = "cpu", machine: str = "x86_64") -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "machine": machine,
+        "isa_levels": levels,
+        "compiler": "g++ 12.2.0",
+        "compiler_flags": {level: ["-O3"] for level in levels},
+    }
+
+
+def ranks(levels: list[str]) -> list[dict[str, Any]]:
+    code = {level: EXECUTABLES.get(level, "rank0/engine-x86-64.so") for level in levels}
+    return [{"executables": code, "weights": "rank0/weights.safetensors", "arena_bytes": 4096}]
+
+
+def refusal(root: Path, cpuinfo: Path) -> str:
+    with pytest.raises(EngineError) as caught:
+        open_engine(root, cpuinfo)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"), [(V4, "x86-64-v4"), (V3, "x86-64-v3"), (BASE, "x86-64")]
+)
+def test_the_best_level_that_the_processor_has_is_chosen(
+    root: Path, tmp_path: Path, flags: frozenset[str], level: str
+) -> None:
+    engine = open_engine(root, write_cpuinfo(tmp_path, flags))
+    assert isinstance(engine, Engine)
+    assert (engine.root, engine.isa_level, engine.manifest.name) == (root, level, "tiny")
+
+
+def test_an_engine_opens_through_a_link_to_it(root: Path, cpuinfo: Path) -> None:
+    link = root.parent / "current"
+    link.symlink_to(root)
+    assert open_engine(link, cpuinfo).isa_level == "x86-64-v3"
+
+
+def test_an_engine_of_another_llmbuild_version_opens(root: Path, cpuinfo: Path) -> None:
+    write_manifest(root, llmbuild_version="97.3.1")
+    assert open_engine(root, cpuinfo).manifest.llmbuild_version == "97.3.1"
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", [*CONTENTS, "manifest.json"])
+def test_a_flipped_byte_in_any_file_is_refused(
+    root: Path, cpuinfo: Path, name: str, place: float
+) -> None:
+    data = bytearray((root / name).read_bytes())
+    data[round(place * (len(data) - 1))] ^= 0x01
+    (root / name).write_bytes(data)
+    text = refusal(root, cpuinfo)
+    assert name in text
+    if name != "manifest.json":
+        assert hashlib.sha256(data).hexdigest() in text
+        assert hashlib.sha256(CONTENTS[name]).hexdigest() in text
+
+
+@pytest.mark.parametrize("name", [*CONTENTS, "manifest.json"])
+def test_a_file_of_another_length_is_refused(root: Path, cpuinfo: Path, name: str) -> None:
+    with (root / name).open("ab") as file:
+        file.write(b" ")
+    text = refusal(root, cpuinfo)
+    assert name in text
+    if name != "manifest.json":
+        assert f"{len(CONTENTS[name]) + 1} bytes" in text
+        assert f"says {len(CONTENTS[name])}" in text
+
+
+@pytest.mark.parametrize("name", [*CONTENTS, "manifest.json"])
+def test_a_missing_file_is_named(root: Path, cpuinfo: Path, name: str) -> None:
+    (root / name).unlink()
+    assert name in refusal(root, cpuinfo)
+
+
+def test_all_altered_files_are_named(root: Path, cpuinfo: Path) -> None:
+    for name in ("tokenizer.json", "rank0/weights.safetensors"):
+        data = (root / name).read_bytes()
+        (root / name).write_bytes(data[::-1])
+    text = refusal(root, cpuinfo)
+    assert "tokenizer.json" in text
+    assert "rank0/weights.safetensors" in text
+    assert "graph/step.onnx" not in text
+
+
+@pytest.mark.parametrize("name", ["extra.so", "rank0/.hidden", "new/folder/file"])
+def test_a_file_that_the_manifest_does_not_list_is_named(
+    root: Path, cpuinfo: Path, name: str
+) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).touch()
+    assert f"{name!r}: not in the manifest" in refusal(root, cpuinfo)
+
+
+def test_a_name_that_is_not_text_is_refused_readably(root: Path, cpuinfo: Path) -> None:
+    (root / os.fsdecode(b"odd\xff")).touch()
+    assert "odd" in refusal(root, cpuinfo).encode().decode()
+
+
+@pytest.mark.parametrize("name", ["rank0/weights.safetensors", "manifest.json"])
+def test_a_link_in_place_of_a_file_is_refused(root: Path, cpuinfo: Path, name: str) -> None:
+    (root / name).rename(root.parent / "elsewhere")
+    (root / name).symlink_to(root.parent / "elsewhere")
+    assert f"{name!r}: a link" in refusal(root, cpuinfo)
+
+
+def test_a_link_in_place_of_a_folder_is_refused(root: Path, cpuinfo: Path) -> None:
+    (root / "rank0").rename(root.parent / "elsewhere")
+    (root / "rank0").symlink_to(root.parent / "elsewhere")
+    assert "'rank0': a link" in refusal(root, cpuinfo)
+
+
+def test_a_pipe_is_refused_without_waiting_for_it(root: Path, cpuinfo: Path) -> None:
+    (root / "tokenizer.json").unlink()
+    os.mkfifo(root / "tokenizer.json")
+    assert "'tokenizer.json': a link or device" in refusal(root, cpuinfo)
+
+
+@pytest.mark.parametrize("name", ["../cpuinfo", "/etc/hostname", "a/../tokenizer.json", "./x", ""])
+def test_a_path_that_leaves_the_engine_is_refused(root: Path, cpuinfo: Path, name: str) -> None:
+    files = json.loads((root / "manifest.json").read_bytes())["files"]
+    write_manifest(root, files=files | {name: files["tokenizer.json"]})
+    assert f"{name!r} isn't a path inside the engine" in refusal(root, cpuinfo)
+
+
+def test_another_target_is_refused(root: Path, cpuinfo: Path) -> None:
+    write_manifest(root, target=target(LEVEL_NAMES, kind="tensorrt"))
+    text = refusal(root, cpuinfo)
+    assert "'tensorrt'" in text
+    assert "'cpu'" in text
+
+
+def test_another_machine_is_refused(root: Path, cpuinfo: Path) -> None:
+    write_manifest(root, target=target(LEVEL_NAMES, machine="aarch64"))
+    text = refusal(root, cpuinfo)
+    assert "'aarch64'" in text
+    assert "'x86_64'" in text
+
+
+def test_a_processor_without_the_levels_is_told_what_it_lacks(root: Path, tmp_path: Path) -> None:
+    levels = LEVEL_NAMES[:2]
+    write_manifest(root, target=target(levels), ranks=ranks(levels))
+    text = refusal(root, write_cpuinfo(tmp_path, V3 - {"f16c"}))
+    assert "x86-64-v4 needs avx512bw, avx512cd, avx512dq, avx512f, avx512vl, f16c" in text
+    assert "x86-64-v3 needs f16c" in text
+
+
+def test_a_level_of_the_future_is_refused_by_name(root: Path, cpuinfo: Path) -> None:
+    write_manifest(root, target=target(["x86-64-v9"]), ranks=ranks(["x86-64-v9"]))
+    assert "x86-64-v9 isn't known to this runtime" in refusal(root, cpuinfo)
+
+
+def test_the_processor_is_asked_before_the_files_are_read(root: Path, tmp_path: Path) -> None:
+    (root / "rank0/weights.safetensors").unlink()
+    assert "ISA levels" in refusal(root, write_cpuinfo(tmp_path, frozenset()))
+
+
+def run_inspect(*arguments: str) -> str:
+    result = CliRunner().invoke(inspect, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_inspect_derives_what_a_token_costs(root: Path) -> None:
+    told = json.loads(run_inspect(str(root), "--json", "--context", "53"))
+    assert told["name"] == "tiny"
+    assert told["files"]["tokenizer.json"]["size_bytes"] == 13
+    kv_bytes_per_token = 3 * 2 * (2 * 14 * 2)  # layers, K and V, heads x head_dim x bf16
+    derived = told["derived"]
+    assert derived["kv_bytes_per_token"] == kv_bytes_per_token
+    assert derived["kv_bytes_per_block"] == 16 * kv_bytes_per_token
+    assert derived["weights_bytes"] == 256 * 2053
+    assert derived["decode_bytes_per_token"] == 256 * 2053 + 53 * kv_bytes_per_token
+    assert derived["total_bytes"] == sum(map(len, CONTENTS.values()))
+
+
+def test_inspect_prints_every_file_and_size(root: Path) -> None:
+    told = run_inspect(str(root))
+    for name, data in CONTENTS.items():
+        assert any(name in line and f"{len(data):,} bytes" in line for line in told.splitlines())
+    assert "llama, 3 layers, 6 heads, 2 KV heads, head_dim 14, hidden 120, vocab 97" in told
+
+
+def test_inspect_shows_an_engine_for_another_machine(root: Path) -> None:
+    write_manifest(root, target=target(LEVEL_NAMES, machine="aarch64"))
+    assert "no: the engine is for machine 'aarch64'" in run_inspect(str(root))
+    derived = json.loads(run_inspect(str(root), "--json"))["derived"]
+    assert (derived["runs_here"], derived["isa_level"]) == (False, None)
+
+
+def test_inspect_refuses_an_altered_engine(root: Path) -> None:
+    (root / "tokenizer.json").write_bytes(b'{"model": []}')
+    with pytest.raises(EngineError, match=r"tokenizer\.json: sha256"):
+        run_inspect(str(root))
+
+
+def test_inspect_refuses_a_context_beyond_the_limit(root: Path) -> None:
+    with pytest.raises(EngineError, match=r"context of 102 tokens .* limit is 101"):
+        run_inspect(str(root), "--context", "102")

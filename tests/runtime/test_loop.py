@@ -1,0 +1,210 @@
+import gc
+import math
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmbuild.errors import InternalError, RequestError
+from llmbuild.runtime.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=12)
+
+
+def test_tokens_equal_those_of_running_alone(make_rig):
+    rig = make_rig(buckets=(1, 4, 8))
+    prompts = [[5], [6, 7, 8], list(range(17))]
+    requests = [rig.loop.submit(prompt, GREEDY) for prompt in prompts]
+    rig.run_to_end()
+    for prompt, request in zip(prompts, requests, strict=True):
+        alone = rig.run_alone(prompt, GREEDY)
+        assert list(request.sequence.output_ids) == alone
+        is_eos = alone[-1] in rig.tokenizer.eos_ids
+        assert request.finish_reason == ("eos" if is_eos else "length")
+        assert request.ttft_ms > 0
+
+
+def test_every_eos_id_ends_a_request_and_adds_no_text(make_rig):
+    rig = make_rig()
+    ends = set()
+    for first in range(60):
+        request = rig.loop.submit([first], SamplingParams(max_tokens=60))
+        rig.run_to_end()
+        if request.finish_reason == "eos":
+            ends.add(request.sequence.tokens[-1])
+            assert request.text == rig.tokenizer.decode(request.sequence.output_ids[:-1])
+    assert ends == rig.tokenizer.eos_ids
+    assert len(ends) == 2
+
+
+def test_ignore_eos_goes_on_to_max_tokens(make_rig):
+    rig = make_rig()
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    request = rig.loop.submit([3], params)
+    rig.run_to_end()
+    assert request.finish_reason == "length"
+    assert len(request.sequence.output_ids) == 60
+    assert rig.tokenizer.eos_ids & set(request.sequence.output_ids)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    first=st.integers(0, 250),
+    stop=st.lists(st.integers(0, 20), max_size=3),
+    length=st.integers(1, 3),
+)
+def test_text_ends_before_the_first_stop_string(make_rig, first, stop, length):
+    rig = make_rig()
+    params = SamplingParams(max_tokens=20)
+    alone = rig.run_alone([first], params)
+    is_eos = alone[-1] in rig.tokenizer.eos_ids
+    full = rig.tokenizer.decode(alone[:-1] if is_eos else alone)
+    stops = tuple(full[at : at + length] for at in stop if full[at : at + length])
+    request = rig.loop.submit([first], SamplingParams(max_tokens=20, stop=stops))
+    rig.run_to_end()
+    ends = [(full.index(s) + len(s), full.index(s)) for s in stops]
+    assert request.text == (full[: min(ends)[1]] if ends else full)
+    assert (request.finish_reason == "stop") == bool(ends)
+    assert list(request.sequence.output_ids) == alone[: request.sequence.num_output_tokens]
+
+
+def test_chunks_join_to_the_completion(make_rig):
+    rig = make_rig()
+    request = rig.loop.submit([9], SamplingParams(max_tokens=40, ignore_eos=True, stop=("zq",)))
+    rig.run_to_end()
+    chunks = list(request.chunks)
+    assert "".join(chunk.text for chunk in chunks) == request.text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == request.sequence.output_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_draws_do_not_depend_on_batch_mates(make_rig):
+    params = SamplingParams(max_tokens=15, temperature=1.3, top_k=50, top_p=0.9, seed=4)
+    for mates in (0, 1, 6):
+        rig = make_rig(num_blocks=20)
+        for mate in range(mates):
+            rig.loop.submit([mate], SamplingParams(max_tokens=10, temperature=1.0, seed=mate))
+        request = rig.loop.submit([200, 201], params)
+        rig.run_to_end()
+        assert list(request.sequence.output_ids) == rig.run_alone([200, 201], params)
+
+
+def test_requests_without_a_seed_differ(make_rig):
+    rig = make_rig()
+    params = SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)
+    first, second = (rig.loop.submit([1], params) for _ in range(2))
+    rig.run_to_end()
+    assert first.sequence.output_ids != second.sequence.output_ids
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_cancelled_request_frees_its_blocks_once(make_rig, num_steps):
+    rig = make_rig()
+    request = rig.loop.submit([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(num_steps):
+        rig.loop.step()
+    rig.loop.cancel(request)
+    rig.loop.check()
+    assert rig.manager.pool.num_free == 39
+    assert request.finish_reason == "cancelled"
+    assert request.chunks[-1].finish_reason == "cancelled"
+    assert len(request.sequence.output_ids) == num_steps
+    rig.loop.cancel(request)
+    assert rig.manager.pool.num_free == 39
+    assert not rig.loop.step()
+
+
+def test_cancel_during_a_step_takes_effect_after_it(make_rig):
+    rig = make_rig()
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    request, other = (rig.loop.submit([n], params) for n in (1, 2))
+    rig.loop.step()
+    rig.executor.before_step = lambda: rig.loop.cancel(request)
+    rig.loop.step()
+    rig.loop.check()
+    assert request.finish_reason == "cancelled"
+    rig.run_to_end()
+    assert list(other.sequence.output_ids) == rig.run_alone([2], params)
+    assert rig.manager.pool.num_free == 39
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_failed_step_ends_all_requests_and_is_raised(make_rig, error):
+    rig = make_rig(max_sequences=2)
+    requests = [rig.loop.submit([n] * 3, GREEDY) for n in range(1, 4)]
+    rig.loop.step()
+    rig.executor.fail_with = error
+    with pytest.raises(type(error)):
+        rig.loop.step()
+    rig.loop.check()
+    assert rig.loop.num_live == 0
+    assert rig.manager.pool.num_free == 39
+    for request in requests:
+        assert request.finish_reason == "error"
+        assert request.error == (str(error) or "KeyboardInterrupt")
+        assert request.chunks[-1].finish_reason == "error"
+
+
+def test_loop_serves_new_requests_after_a_failed_step(make_rig):
+    rig = make_rig()
+    rig.loop.submit([1], GREEDY)
+    rig.executor.fail_with = RuntimeError("broken")
+    with pytest.raises(RuntimeError):
+        rig.loop.step()
+    rig.executor.fail_with = None
+    request = rig.loop.submit([1], GREEDY)
+    rig.run_to_end()
+    assert list(request.sequence.output_ids) == rig.run_alone([1], GREEDY)
+
+
+def test_logits_that_are_not_a_number_end_the_requests_with_an_error(make_rig):
+    rig = make_rig()
+    step = rig.executor.step
+    rig.executor.step = lambda batch: step(batch) * np.float32(math.nan)
+    request = rig.loop.submit([1], GREEDY)
+    with pytest.raises(InternalError, match="nan"):
+        rig.loop.step()
+    rig.loop.check()
+    assert request.finish_reason == "error"
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [300], [-1], [1, 2**40], [1.0], ["a"], [True], [None], [np.int32(300)]]
+)
+def test_prompt_that_is_no_list_of_token_ids_is_refused(make_rig, prompt):
+    rig = make_rig()
+    with pytest.raises(RequestError, match="prompt"):
+        rig.loop.submit(prompt, GREEDY)
+    rig.loop.check()
+    assert rig.loop.num_live == 0
+
+
+def test_bad_parameters_are_refused_at_submission_while_others_go_on(make_rig):
+    rig = make_rig()
+    request = rig.loop.submit([1], GREEDY)
+    for bad in (SamplingParams(max_tokens=0), SamplingParams(temperature=math.nan)):
+        with pytest.raises(RequestError):
+            rig.loop.submit([1], bad)
+    rig.run_to_end()
+    assert list(request.sequence.output_ids) == rig.run_alone([1], GREEDY)
+
+
+def test_padded_rows_are_cut(make_rig):
+    rig = make_rig(buckets=(8,))
+    requests = [rig.loop.submit([n], GREEDY) for n in (1, 2, 3)]
+    rig.run_to_end()
+    assert {batch.num_sequences for batch in rig.executor.batches} == {8}
+    for n, request in zip((1, 2, 3), requests, strict=True):
+        assert list(request.sequence.output_ids) == rig.run_alone([n], GREEDY)
+
+
+def test_ended_requests_are_not_kept(make_rig):
+    rig = make_rig()
+    request = rig.loop.submit([1], GREEDY)
+    output = weakref.ref(request.output)
+    rig.run_to_end()
+    del request
+    gc.collect()
+    assert output() is None

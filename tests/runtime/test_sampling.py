@@ -1,0 +1,125 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from llmbuild.errors import InternalError, RequestError
+from llmbuild.runtime.sampling import SamplingParams, check_params, sample
+
+
+def draws(logits, count, **options):
+    params = SamplingParams(**options)
+    rng = np.random.default_rng(params.seed)
+    return [sample(np.array(logits, dtype=np.float32), params, rng) for _ in range(count)]
+
+
+def nucleus(logits, temperature, top_k, top_p):
+    """Probabilities by a plain loop in float64, for logits without ties."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    if top_k:
+        order = order[:top_k]
+    top = logits[order[0]]
+    weights = {token: math.exp((logits[token] - top) / temperature) for token in order}
+    total = sum(weights.values())
+    kept, reached = {}, 0.0
+    for token in order:
+        if reached >= top_p:
+            break
+        kept[token] = weights[token] / total
+        reached += kept[token]
+    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
+
+
+LOGITS = [0.3, 2.1, -1.0, 1.7, 0.9, -0.4, 1.2]
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    assert draws([1.0, 3.0, 3.0, -math.inf], 1) == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (4, 0.7), (1, 0.1)])
+def test_draws_follow_the_distribution(temperature, top_k, top_p):
+    count = 4000
+    tokens = Counter(
+        draws(LOGITS, count, temperature=temperature, top_k=top_k, top_p=top_p, seed=1)
+    )
+    expected = nucleus(LOGITS, temperature, top_k, top_p)
+    assert set(tokens) <= set(expected)
+    for token, probability in expected.items():
+        deviation = math.sqrt(count * probability * (1 - probability))
+        assert abs(tokens[token] - count * probability) <= 4.5 * deviation
+
+
+def test_top_p_keeps_the_token_that_reaches_it_and_no_more():
+    logits = np.log([0.5, 0.25, 0.125, 0.125])
+    assert set(draws(logits, 300, temperature=1.0, top_p=0.5, seed=0)) == {0}
+    assert set(draws(logits, 300, temperature=1.0, top_p=0.51, seed=0)) == {0, 1}
+
+
+def test_top_p_below_every_probability_keeps_the_likeliest():
+    assert set(draws(LOGITS, 50, temperature=5.0, top_p=1e-300, seed=0)) == {1}
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all():
+    assert set(draws([0.0, 0.1, 0.2], 200, temperature=1.0, top_k=99, seed=0)) == {0, 1, 2}
+
+
+def test_tokens_that_tie_at_top_k_all_stay():
+    assert set(draws([1.0, 1.0, 1.0, 0.0], 200, temperature=1.0, top_k=2, seed=0)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 1e-30, 1e308])
+def test_extreme_temperatures_do_not_overflow(temperature):
+    tokens = draws([-1e30, 5.0, 4.0, -math.inf], 40, temperature=temperature, seed=3)
+    assert set(tokens) <= ({1} if temperature < 1 else {0, 1, 2})
+
+
+def test_impossible_tokens_are_never_drawn():
+    tokens = draws([-math.inf, 0.0, -math.inf, 0.0, -math.inf], 500, temperature=3.0, seed=5)
+    assert set(tokens) == {1, 3}
+
+
+def test_same_seed_gives_the_same_draws():
+    first = draws(LOGITS, 30, temperature=1.0, seed=11)
+    assert first == draws(LOGITS, 30, temperature=1.0, seed=11)
+    assert first != draws(LOGITS, 30, temperature=1.0, seed=12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_our_fault(bad, temperature):
+    with pytest.raises(InternalError, match="logit of token 2"):
+        draws([1.0, 2.0, bad, 0.0], 1, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("max_tokens", value) for value in (0, -1, 1.5, True, "5", None)),
+        *(("temperature", value) for value in (math.nan, -0.1, math.inf, -math.inf, "1", None)),
+        *(("top_k", value) for value in (-1, 0.5, False, None)),
+        *(("top_p", value) for value in (0, 0.0, -0.2, 1.0001, math.nan, "0.9", None)),
+        *(("seed", value) for value in (-1, 0.5, True, "7")),
+        *(("stop", value) for value in ("end", ("a", ""), (1,), None)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_parameter_out_of_range_is_refused_by_name_and_value(field, value):
+    with pytest.raises(RequestError) as caught:
+        check_params(SamplingParams(**{field: value}))
+    assert str(caught.value).startswith(f"{field} is {value!r}; ")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(max_tokens=np.int64(1), temperature=np.float32(0.5), top_p=1, top_k=5),
+        SamplingParams(seed=0, stop=("x",)),
+        SamplingParams(seed=2**70, stop=["x", "yz"]),
+    ],
+)
+def test_parameters_within_their_ranges_are_accepted(params):
+    check_params(params)
