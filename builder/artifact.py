@@ -133,13 +133,15 @@ def _stage(out: Path) -> tuple[Path, int]:
     while True:
         staging = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
         # Until the lock is held another compile may take this for a killed one's and remove it.
-        with suppress(FileNotFoundError):
+        try:
             lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if _is_at(lock, staging / _LOCK):
-                (staging / _ENGINE).mkdir()
-                return staging, lock
-            os.close(lock)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_at(lock, staging / _LOCK):
+            (staging / _ENGINE).mkdir()
+            return staging, lock
+        os.close(lock)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -153,13 +155,14 @@ def _remove_stale(out: Path) -> None:
             continue
         try:
             lock = os.open(path / _LOCK, os.O_RDWR)
-        except FileNotFoundError:
-            with suppress(OSError):  # not empty: its writer has just made the lock
+        except OSError:
+            with suppress(OSError):  # not empty, so a live build's, or not llmbuild's
                 path.rmdir()
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path)
+            if _is_at(lock, path / _LOCK):  # else another compile has removed it
+                _remove(path)
         except BlockingIOError:
             pass
         finally:

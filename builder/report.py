@@ -7,9 +7,10 @@ from pathlib import Path
 from string import Template
 
 from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.stages import peak_rss_bytes
 from llmbuild.builder.targets.cpu.pack import packed_bytes
 from llmbuild.builder.targets.cpu.plan import Layout, StepPlan
-from llmbuild.runtime.manifest import KVLayout
+from llmbuild.runtime.manifest import Manifest
 
 _CONTEXTS = (128, 2048, 8192)
 
@@ -45,26 +46,46 @@ class Report:
     peak_rss_bytes: int
 
 
-def decode_steps(
-    plan: StepPlan, config: DecoderConfig, kv: KVLayout, max_sequence_length: int
-) -> list[DecodeStep]:
-    """Bytes and operations of a decode step at several context lengths."""
-    read = sum(packed_bytes(weight) for weight in plan.weights if _is_read_whole(weight.layout))
-    macs = sum(
-        weight.shape[0] * weight.shape[1]
-        for weight in plan.weights
-        if weight.layout is Layout.TILES_OF_16
+def make_report(
+    manifest: Manifest,
+    plan: StepPlan,
+    config: DecoderConfig,
+    verified: dict[str, float | None],
+    tolerance: float,
+    seconds: dict[str, float],
+) -> Report:
+    """The report of a build that is about to be published."""
+    by_dtype: dict[str, int] = {}
+    for weight in plan.weights:
+        by_dtype[weight.dtype] = by_dtype.get(weight.dtype, 0) + packed_bytes(weight)
+    return Report(
+        name=manifest.name,
+        weights_bytes=sum(by_dtype.values()),
+        weights_by_dtype=by_dtype,
+        arena_bytes=manifest.ranks[0].arena_bytes,
+        kv_bytes_per_token=manifest.kv.block_bytes // manifest.kv.block_size,
+        decode=_decode_steps(manifest, plan, config),
+        verified=verified,
+        tolerance=tolerance,
+        seconds=seconds,
+        peak_rss_bytes=peak_rss_bytes(),
     )
-    contexts = sorted({min(context, max_sequence_length) for context in _CONTEXTS})
+
+
+def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> list[DecodeStep]:
+    """Bytes and operations of a decode step at several context lengths."""
+    matrices = [weight for weight in plan.weights if _is_read_whole(weight.layout)]
+    macs = sum(weight.shape[0] * weight.shape[1] for weight in matrices)
     attention_macs = 2 * config.num_heads * config.head_dim * config.num_layers
+    longest = manifest.limits.max_sequence_length
     return [
         DecodeStep(
             context_tokens=context,
-            weight_bytes=read,
-            kv_bytes=context * kv.block_bytes // kv.block_size,
+            weight_bytes=sum(map(packed_bytes, matrices)),
+            kv_bytes=context * manifest.kv.block_bytes // manifest.kv.block_size,
             operations=2 * (macs + attention_macs * context),
         )
-        for context in contexts
+        for context in sorted({min(context, longest) for context in _CONTEXTS})
     ]
 
 

@@ -16,12 +16,19 @@ from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import TORCH_DTYPES
+from llmbuild.builder.stages import Stages
 from llmbuild.errors import InternalError
 from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.bucket import pad_to_bucket
+from llmbuild.runtime.isa import supported_levels
 from llmbuild.runtime.manifest import KVLayout, Limits, Manifest
-from llmbuild.runtime.replay import STEPS_FILE, VerificationSteps, relative_difference
+from llmbuild.runtime.replay import (
+    STEPS_FILE,
+    VerificationSteps,
+    relative_difference,
+    save_steps,
+)
 
 MAX_STORED_COLUMNS = 4096
 TIMEOUT_S = 1800
@@ -89,19 +96,42 @@ def _prompt_lengths(block: int) -> list[int]:
     return [block + 1, 2 * block, 1, max(1, block - 1), 3 * block - 2, 2]
 
 
-def reference_logits(
-    step: StepGraph, read: ReadTensor, batches: Sequence[StepBatch], kv: KVLayout, num_blocks: int
-) -> list[NDArray[np.float32]]:
-    """The torch reference's logits of the batches, from an empty KV cache."""
+def verify_engine(
+    root: Path,
+    manifest: Manifest,
+    step: StepGraph,
+    read: ReadTensor,
+    tolerance: float,
+    stages: Stages,
+) -> dict[str, float | None]:
+    """Hold the staged engine below `root` to the reference, at each ISA level; None stands for
+    one that this processor can't run. Leaves the steps in the engine, for `llmbuild verify`.
+
+    Raises InternalError when logits differ by more than `tolerance`.
+    """
+    with stages.stage("reference"):
+        batches, num_blocks = make_batches(
+            manifest.limits, manifest.kv, manifest.vocab_size, manifest.buckets
+        )
+        expected = run_steps(step, read, batches, _empty_pools(manifest.kv, num_blocks))
+        save_steps(stored_steps(batches, expected, num_blocks, tolerance), root / STEPS_FILE)
+    verified: dict[str, float | None] = dict.fromkeys(manifest.target.isa_levels)
+    for level in verified:
+        if level in supported_levels():
+            with stages.stage(f"verify {level}"):
+                verified[level] = verify_level(root, manifest, level, expected, tolerance)
+    return verified
+
+
+def _empty_pools(kv: KVLayout, num_blocks: int) -> list[LayerPools]:
     shape = (num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
-    pools = [
+    return [
         LayerPools(
             torch.zeros(shape, dtype=TORCH_DTYPES[layer.k_dtype]),
             torch.zeros(shape, dtype=TORCH_DTYPES[layer.v_dtype]),
         )
         for layer in kv.layers
     ]
-    return run_steps(step, read, batches, pools)
 
 
 def stored_steps(

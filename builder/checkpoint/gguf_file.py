@@ -22,6 +22,7 @@ READABLE_TYPES = (
     *("F32", "F16", "BF16"),
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"),
 )
+_TENSOR_TYPES = {kind.value: kind for kind in GGMLQuantizationType}
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
@@ -208,8 +209,7 @@ def _place_tensor(
     path: Path, name: str, entry: _Entry, data_start: int, alignment: int
 ) -> GgufTensor:
     dimensions, number, offset = entry
-    known = {kind.value: kind for kind in GGMLQuantizationType}
-    kind = known.get(number)
+    kind = _TENSOR_TYPES.get(number)
     if kind is None or kind.name not in READABLE_TYPES:
         raise CheckpointError(
             f"{path}: tensor {name!r} is stored as {kind.name if kind else f'type {number}'}; "

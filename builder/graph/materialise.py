@@ -18,7 +18,10 @@ def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.gene
     if name in step.constants:
         return step.constants[name]
     weight = step.weights[name]
-    values = np.empty(weight.shape, NUMPY_DTYPES[weight.dtype])
+    dtype = NUMPY_DTYPES[weight.dtype]
+    if len(weight.sources) == 1:
+        return np.ascontiguousarray(read(weight.sources[0]).astype(dtype, copy=False))
+    values = np.empty(weight.shape, dtype)
     row = 0
     for source in weight.sources:
         part = read(source)

@@ -54,4 +54,5 @@ class StepGraph:
                 value.metadata_props["sources"] = " ".join(self.weights[name].sources)
             value.const_value = None
             model.graph.inputs.append(value)
+        path.parent.mkdir(parents=True, exist_ok=True)
         ir.save(model, path)

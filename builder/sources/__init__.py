@@ -9,6 +9,8 @@ from llmbuild.builder.sources.pypi import PypiSource, fetch_wheel_file
 from llmbuild.builder.sources.verify import Sha256
 from llmbuild.errors import SourceError
 
+__all__ = ["FORMS", "HubSource", "PathSource", "PypiSource", "Source", "fetch", "parse_source"]
+
 Source = PathSource | HubSource | PypiSource
 
 SCHEMES: dict[str, type[PathSource] | type[HubSource] | type[PypiSource]] = {
@@ -48,4 +50,5 @@ def fetch(
             case PypiSource():
                 return fetch_wheel_file(source, sha256, cache_dir, progress)
     except OSError as error:
-        raise SourceError(f"{source}: {error.filename}: {error.strerror}") from error
+        where = error.filename or cache_dir  # a full disk names no file
+        raise SourceError(f"{source}: {where}: {error.strerror}") from error

@@ -1,12 +1,15 @@
 """An engine is published whole or not at all, whatever ends the process that writes it."""
 
+import fcntl
 import os
 import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,9 +68,11 @@ def write_files(root: Path, name: str) -> None:
     (root / "generation_config.json").write_text("{}")
 
 
-def build(out: Path, name: str) -> None:
+def build(out: Path, name: str, last: Callable[[Path], object] = Path.exists) -> None:
+    """Publishes an engine; `last` is called with its staged root before that."""
     with EngineWriter(out) as writer:
         write_files(writer.root, name)
+        last(writer.root)
         writer.publish(manifest(name))
 
 
@@ -97,28 +102,24 @@ def test_nothing_is_visible_before_publishing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_an_exception_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), EngineWriter(tmp_path / "engine") as writer:
-        write_files(writer.root, "one")
+@pytest.mark.parametrize("before", [[], ["one"]])
+def test_an_exception_leaves_what_was_there(
+    tmp_path: Path, error: type[BaseException], before: list[str]
+) -> None:
+    def fail(root: Path) -> None:
         raise error
-    assert os.listdir(tmp_path) == []
 
-
-def test_an_exception_leaves_the_engine_that_was_there(tmp_path: Path) -> None:
-    build(tmp_path / "engine", "one")
-    with pytest.raises(ValueError, match="halfway"), EngineWriter(tmp_path / "engine") as writer:
-        write_files(writer.root, "two")
-        raise ValueError("halfway")
-    assert published(tmp_path / "engine") == "one"
-    assert os.listdir(tmp_path) == ["engine"]
+    for name in before:
+        build(tmp_path / "engine", name)
+    with pytest.raises(error):
+        build(tmp_path / "engine", "two", last=fail)
+    assert [published(tmp_path / entry) for entry in os.listdir(tmp_path)] == before
 
 
 @pytest.mark.parametrize("lost", ["rank0/engine.so", "rank0/w", "tokenizer.json"])
 def test_an_incomplete_engine_is_not_published(tmp_path: Path, lost: str) -> None:
-    with pytest.raises(InternalError, match=lost), EngineWriter(tmp_path / "engine") as writer:
-        write_files(writer.root, "one")
-        (writer.root / lost).unlink()
-        writer.publish(manifest("one"))
+    with pytest.raises(InternalError, match=lost):
+        build(tmp_path / "engine", "one", last=lambda root: (root / lost).unlink())
     assert os.listdir(tmp_path) == []
 
 
@@ -183,23 +184,23 @@ def test_what_is_no_engine_is_never_replaced(tmp_path: Path, kind: str) -> None:
     kept.parent.mkdir(exist_ok=True)
     kept.write_text('{"name": "a web page"}')
     assert not is_engine(out)
-    for attempt in (lambda: check_output(out), lambda: build(out, "one")):
-        with pytest.raises(BuildError, match="remove it, or give another path"):
-            attempt()
+    with pytest.raises(BuildError, match="remove it, or give another path"):
+        check_output(out)
+    with pytest.raises(BuildError, match="remove it, or give another path"):
+        build(out, "one")
     assert kept.read_text() == '{"name": "a web page"}'
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_folder_that_comes_to_be_in_the_way_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with (
-        pytest.raises(BuildError, match="isn't an engine"),
-        EngineWriter(out) as writer,
-    ):
-        write_files(writer.root, "one")
+
+    def appear(root: Path) -> None:
         out.mkdir()
         (out / "thesis.txt").touch()
-        writer.publish(manifest("one"))
+
+    with pytest.raises(BuildError, match="isn't an engine"):
+        build(out, "one", last=appear)
     assert os.listdir(out) == ["thesis.txt"]
     assert os.listdir(tmp_path) == ["out"]
 
@@ -308,13 +309,52 @@ def test_staging_of_a_live_build_is_left_alone(tmp_path: Path) -> None:
 def test_what_only_looks_like_staging_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".engine.staging-mine").mkdir()
     (tmp_path / ".engine.staging-mine" / "notes").touch()
+    (tmp_path / ".engine.staging-file").touch()
     (tmp_path / ".other.staging-12345678").mkdir()
     build(tmp_path / "engine", "one")
     assert sorted(os.listdir(tmp_path)) == [
+        ".engine.staging-file",
         ".engine.staging-mine",
         ".other.staging-12345678",
         "engine",
     ]
+
+
+@pytest.fixture
+def before_locking(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What a rival does between the moment a lock file is opened and that it is locked, a call
+    for each lock."""
+    rival: list[Callable[[], None]] = []
+
+    def lock(descriptor: int, operation: int) -> None:
+        if rival:
+            rival.pop()()
+        fcntl.flock(descriptor, operation)
+
+    monkeypatch.setattr(artifact, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": lock}))
+    return rival
+
+
+def test_staging_that_a_rival_takes_for_stale_is_made_again(
+    tmp_path: Path, before_locking: list[Callable[[], None]]
+) -> None:
+    before_locking.append(lambda: artifact._remove_stale(tmp_path / "engine"))
+    build(tmp_path / "engine", "one")
+    assert before_locking == []
+    assert published(tmp_path / "engine") == "one"
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+def test_a_leftover_may_be_removed_by_two_builds_at_once(
+    tmp_path: Path, before_locking: list[Callable[[], None]]
+) -> None:
+    leftover = tmp_path / ".engine.staging-12345678"
+    (leftover / "engine").mkdir(parents=True)
+    (leftover / "lock").touch()
+    before_locking.append(lambda: artifact._remove_stale(tmp_path / "engine"))
+    build(tmp_path / "engine", "one")
+    assert before_locking == []
+    assert os.listdir(tmp_path) == ["engine"]
 
 
 def test_builds_to_one_path_at_once_all_succeed(tmp_path: Path) -> None:

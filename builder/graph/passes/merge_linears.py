@@ -37,15 +37,15 @@ def _merge(step: StepGraph, group: list[ir.Node]) -> None:
     sizes = [_rows(step, node) for node in group]
     count = 3 if _has_bias(first) else 2
     inputs = [first.inputs[0]]
-    inputs += [_merged_weight(step, [node.inputs[slot] for node in group]) for slot in range(1, count)]
+    inputs += [
+        _merged_weight(step, [node.inputs[slot] for node in group]) for slot in range(1, count)
+    ]
     linear = plugin_node("linear", inputs, {}, outputs=1)
     total = linear.outputs[0]
     total.name = "+".join(str(node.outputs[0].name) for node in group)
     total.dtype, total.shape = ir.DataType.FLOAT, ir.Shape(["T", sum(sizes)])
     lengths = ir.node("Constant", [], {"value_ints": sizes})
-    split = ir.node(
-        "Split", [total, lengths.outputs[0]], {"axis": 1}, num_outputs=len(group)
-    )
+    split = ir.node("Split", [total, lengths.outputs[0]], {"axis": 1}, num_outputs=len(group))
     old_values = [node.outputs[0] for node in group]
     replace(graph, first, group, [linear, lengths, split], old_values, split.outputs)
 
@@ -67,7 +67,9 @@ def _merged_weight(step: StepGraph, parts: list[ir.Value | None]) -> ir.Value:
     weight = Weight(sources, (rows, *weights[0].shape[1:]), weights[0].dtype)
     dtype = parts[0].dtype if parts[0] is not None else None
     value = ir.Value(
-        name="+".join(sources), shape=ir.Shape(weight.shape), type=ir.TensorType(dtype or ir.DataType.FLOAT)
+        name="+".join(sources),
+        shape=ir.Shape(weight.shape),
+        type=ir.TensorType(dtype or ir.DataType.FLOAT),
     )
     step.graph.initializers[str(value.name)] = value
     step.weights[str(value.name)] = weight

@@ -17,10 +17,13 @@ def verify(step: StepGraph) -> None:
     for node in graph:
         for value in node.inputs:
             _require(value is None or value in defined, f"{node.name}: reads before it is made")
-        _require(node.domain != DOMAIN or node.op_type in PLUGINS, f"{node.op_type}: no such plugin")
+        _require(
+            node.domain != DOMAIN or node.op_type in PLUGINS, f"{node.op_type}: no such plugin"
+        )
         defined.update(node.outputs)
     _require(
-        set(graph.initializers) == {*step.weights, *step.constants}, "its weights lost their records"
+        set(graph.initializers) == {*step.weights, *step.constants},
+        "its weights lost their records",
     )
     _check_kv(step)
 

@@ -6,7 +6,7 @@ their first use, so every one starts 64-byte aligned in the mapped file.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
 
 ALIGNMENT_BYTES = 64
 TILE_ROWS = 16
+PART_ROWS = 256 * TILE_ROWS
 _SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 
@@ -40,17 +41,22 @@ def weight_offsets(plan: StepPlan) -> dict[str, int]:
     return offsets
 
 
-def pack(weight: PackedWeight, values: NDArray[np.generic]) -> NDArray[np.generic]:
-    """The weight's values, flat, in its layout and padded."""
+def pack(weight: PackedWeight, values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+    """The weight's values in its layout and padded, in parts, so that no second whole exists."""
     if weight.layout is Layout.TILES_OF_16:
         rows, columns = values.shape
-        tiles = -(-rows // TILE_ROWS)
-        padded = np.zeros((tiles * TILE_ROWS, columns), values.dtype)
-        padded[:rows] = values
-        values = padded.reshape(tiles, TILE_ROWS, columns).transpose(0, 2, 1)
-    flat = np.zeros(packed_bytes(weight) // values.dtype.itemsize, values.dtype)
-    flat[: values.size].reshape(values.shape)[...] = values
-    return flat
+        for begin in range(0, rows, PART_ROWS):
+            part = values[begin : begin + PART_ROWS]
+            tiles = -(-len(part) // TILE_ROWS)
+            padded = np.zeros((tiles * TILE_ROWS, columns), values.dtype)
+            padded[: len(part)] = part
+            tiled = padded.reshape(tiles, TILE_ROWS, columns).transpose(0, 2, 1)
+            yield np.ascontiguousarray(tiled)
+        written = -(-rows // TILE_ROWS) * TILE_ROWS * columns * values.itemsize
+    else:
+        yield values
+        written = values.nbytes
+    yield np.zeros(packed_bytes(weight) - written, np.uint8)
 
 
 def write_weights(
@@ -77,7 +83,7 @@ def write_weights(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for weight in plan.weights:
-            data = pack(weight, read(weight.name))
-            file.write(data.view(np.uint8).data)
-            on_written(data.nbytes)
+            for part in pack(weight, read(weight.name)):
+                file.write(part.view(np.uint8).data)
+                on_written(part.nbytes)
     return sum(map(packed_bytes, plan.weights))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import save_file
 
 LARGEST_BYTES = 8 << 20
@@ -46,8 +47,6 @@ def test_reading_safetensors_holds_one_tensor(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak resident memory is read from /proc")
 def test_reading_gguf_holds_one_dequantised_tensor(write_gguf, llama_metadata):
-    from gguf import GGMLQuantizationType as Type
-
     rows = LARGEST_BYTES // 4 // 1024
     packed = np.zeros((rows, 1024 // 32 * 18), np.uint8)
     embedding = {"token_embd.weight": np.zeros((10, 32), np.float32)}

@@ -1,6 +1,5 @@
-"""Small random Hugging Face models, saved to disk as their makers would."""
+"""Saved models as checkpoints in memory, and as GGUF files."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,55 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from gguf import GGUFWriter
 from safetensors.numpy import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-# hidden_size divides by 3, 5, 6 and 8 heads; no head_dim of the tests is hidden_size / heads.
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 120,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 14,
-    "max_position_embeddings": 32,
-    "attn_implementation": "eager",
-}
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    model: PreTrainedModel
-    path: Path
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """config.json as it stands on disk."""
-        return dict(json.loads((self.path / "config.json").read_text()))
-
-
-@pytest.fixture
-def hf_model(tmp_path: Path) -> Callable[..., SavedModel]:
-    """hf_model(model_type, **config overrides): every weight random, norms and biases too."""
-
-    def build(model_type: str, **overrides: Any) -> SavedModel:
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **(SMALL | overrides)), dtype=torch.float32
-        ).eval()
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
-            else:
-                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-        path = tmp_path / f"{model_type}-{len(list(tmp_path.iterdir()))}"
-        model.save_pretrained(path)
-        return SavedModel(model, path)
-
-    return build
 
 
 class StoredTensor(NamedTuple):
@@ -83,10 +35,10 @@ class MemoryCheckpoint:
 
 
 @pytest.fixture
-def in_memory() -> Callable[[SavedModel], MemoryCheckpoint]:
+def in_memory() -> Callable[[Any], MemoryCheckpoint]:
     """What a saved model's files hold, as a checkpoint that a test can alter."""
 
-    def load(saved: SavedModel) -> MemoryCheckpoint:
+    def load(saved: Any) -> MemoryCheckpoint:
         return MemoryCheckpoint(saved.config, load_file(saved.path / "model.safetensors"))
 
     return load
@@ -133,10 +85,10 @@ def llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 
 @pytest.fixture
-def write_gguf(tmp_path: Path) -> Callable[[SavedModel], Path]:
+def write_gguf(tmp_path: Path) -> Callable[[Any], Path]:
     """A saved model of family llama, qwen2 or qwen3 as an F32 GGUF file without a tokenizer."""
 
-    def write(saved: SavedModel) -> Path:
+    def write(saved: Any) -> Path:
         config, path = saved.model.config, tmp_path / "model.gguf"
         head_dim = saved.model.model.layers[0].self_attn.head_dim
         rope = saved.config["rope_parameters"]
