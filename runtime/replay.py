@@ -45,7 +45,7 @@ def save_steps(steps: VerificationSteps, path: Path) -> None:
     for index, (batch, logits) in enumerate(zip(steps.batches, steps.logits, strict=True)):
         arrays |= {f"{index}.{name}": getattr(batch, name) for name in _FIELDS}
         arrays[f"{index}.logits"] = logits
-    np.savez(path, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    np.savez(path, allow_pickle=False, **arrays)
 
 
 def load_steps(path: Path) -> VerificationSteps:

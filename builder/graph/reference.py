@@ -57,8 +57,9 @@ def run_steps(
     initializers = set(step.graph.initializers.values())
     with bind_kv_pools(pools), torch.no_grad():
         for node in step.graph:
-            for value in initializers.intersection(node.inputs).difference(weights):
-                weights[value] = as_torch(materialise(step, str(value.name), read))
+            for value in node.inputs:
+                if value in initializers and value not in weights:
+                    weights[value] = as_torch(materialise(step, str(value.name), read))
             for environment in environments:
                 _run_node(node, environment, weights)
             for value in node.inputs:

@@ -19,6 +19,7 @@ template <class W, int N, int K, int LDX, int LDY>
 struct Linear {
   // Weights of a tile group this deep stay in L2 while many rows stream by.
   static constexpr int K_BLOCK = 2048;
+  static constexpr int PREFETCH_ROWS = std::min(K, 256);
 
   const float* x;
   const W* weight;
@@ -39,6 +40,7 @@ struct Linear {
       }
     }
     for (int k = k_begin; k < k_end; ++k) {
+      if constexpr (ROWS == 1) prefetch<TILES>(w, k);
       f32x16 column[TILES];
       LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) {
         column[t] = load(w + (int64_t(t) * K + k) * kLanes);
@@ -56,6 +58,19 @@ struct Linear {
       LLMBUILD_UNROLL for (int r = 0; r < ROWS; ++r) {
         store_chunk<N>(yr + r * LDY, column_tile + t, add_bias ? sums[r][t] + b : sums[r][t]);
       }
+    }
+  }
+
+  // Asks the L2 for the weights that the tile group at `w` reads PREFETCH_ROWS after row k, running
+  // on into the next group: with a small K each stream is too short for the hardware to follow.
+  template <int TILES>
+  static LLMBUILD_INLINE void prefetch(const W* w, int k) {
+    constexpr int ROW_BYTES = kLanes * sizeof(W);
+    if (k * ROW_BYTES % 64 != 0) return;
+    const int ahead = k + PREFETCH_ROWS;
+    const int64_t row = ahead < K ? ahead : ahead + int64_t(TILES - 1) * K;
+    LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) {
+      __builtin_prefetch(w + (row + int64_t(t) * K) * kLanes, 0, 2);
     }
   }
 

@@ -9,7 +9,8 @@
 namespace llmbuild {
 
 // Rotates the halves of x[D] by table[D] (D/2 cosines, then D/2 sines), after RMSNorm with `norm`
-// when QK_NORM: y[i] = x[i] cos[i] - x[i + D/2] sin[i], y[i + D/2] = x[i + D/2] cos[i] + x[i] sin[i].
+// when QK_NORM. With h = D/2: y[i] = x[i] cos[i] - x[i + h] sin[i], y[i + h] = x[i + h] cos[i] +
+// x[i] sin[i].
 template <int D, bool QK_NORM>
 inline void rotate_head(const float* x, const float* norm, float eps, const float* table,
                         float* y) {

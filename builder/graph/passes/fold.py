@@ -24,7 +24,8 @@ def fold(step: StepGraph) -> None:
 
 def _is_vector_to_vector(node: ir.Node) -> bool:
     value, shape = node.inputs
-    assert value is not None and shape is not None
+    assert value is not None
+    assert shape is not None
     constant = shape.producer()
     return (
         value.shape is not None

@@ -24,7 +24,8 @@ def _can_merge(step: StepGraph, first: ir.Node, node: ir.Node) -> bool:
     if node.inputs[0] is not first.inputs[0] or _has_bias(node) != _has_bias(first):
         return False
     weight, other = node.inputs[1], first.inputs[1]
-    assert weight is not None and other is not None
+    assert weight is not None
+    assert other is not None
     return weight.dtype == other.dtype and len(users(weight)) == 1
 
 
@@ -52,7 +53,8 @@ def _merge(step: StepGraph, group: list[ir.Node]) -> None:
 
 def _rows(step: StepGraph, node: ir.Node) -> int:
     weight = node.inputs[1]
-    assert weight is not None and weight.name is not None
+    assert weight is not None
+    assert weight.name is not None
     return step.weights[weight.name].shape[0]
 
 

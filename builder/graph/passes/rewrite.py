@@ -1,6 +1,6 @@
 """What the passes share: questions about a graph's values, and the replacement of nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -30,7 +30,10 @@ def only_user(value: ir.Value) -> ir.Node | None:
 
 
 def plugin_node(
-    op_type: str, inputs: Sequence[ir.Value | None], attributes: dict[str, object], outputs: int
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, str | int | float],
+    outputs: int,
 ) -> ir.Node:
     """A new node of our domain, not yet in a graph."""
     return ir.node(op_type, list(inputs), attributes, domain=DOMAIN, num_outputs=outputs)

@@ -54,7 +54,7 @@ class _Emission:
         self.pool_block_bytes = items * KV_ITEM_BYTES[plan.kv_dtype]
 
     def call(self, call: Call) -> str:
-        """The kernel call and the barrier after it; no kernel starts before its inputs are whole."""
+        """The kernel call, and the barrier that makes its outputs whole for the next."""
         template = ", ".join(map(str, call.template))
         arguments = ", ".join(["worker", *map(self.argument, call.arguments)])
         return f"  {call.kernel}<{template}>({arguments});\n  worker.barrier();"

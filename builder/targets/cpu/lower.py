@@ -200,7 +200,8 @@ def _gated_activation(lowering: Lowering, node: ir.Node) -> None:
 def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
     """From a weight (embedding), or from an activation (the rows that need logits)."""
     source, index = node.inputs
-    assert source is not None and index is not None
+    assert source is not None
+    assert index is not None
     rows = StepInput(str(index.name))
     if source in lowering.views:
         view = lowering.views[source]
