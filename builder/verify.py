@@ -46,12 +46,21 @@ class _Script:
         self.lengths = [0] * sequences
         ids = self.rng.permutation(sequences * blocks) + 1  # 0 is the scratch block
         self.tables = ids.astype(np.int32).reshape(sequences, blocks)
+        self.num_blocks = 1 + len(ids)
 
-    def has_room(self, sequence: int) -> bool:
-        return self.lengths[sequence] < self.capacity
+    def _begin_anew(self, sequence: int) -> None:
+        """Empty, and in new blocks, so that no slot is ever written twice."""
+        blocks = self.tables.shape[1]
+        self.tables[sequence] = self.num_blocks + self.rng.permutation(blocks)
+        self.num_blocks += blocks
+        self.lengths[sequence] = 0
 
     def step(self, tokens: dict[int, int]) -> StepBatch:
-        """One step that brings `tokens[sequence]` new tokens; logits of each one's last."""
+        """One step that brings `tokens[sequence]` new tokens; logits of each one's last.
+        A sequence that is full begins anew."""
+        for sequence in tokens:
+            if self.lengths[sequence] == self.capacity:
+                self._begin_anew(sequence)
         positions = [np.arange(self.lengths[s], self.lengths[s] + n) for s, n in tokens.items()]
         for sequence, count in tokens.items():
             self.lengths[sequence] += count
@@ -83,13 +92,11 @@ def make_batches(
     for sequence, length in zip(range(sequences), cycle(_prompt_lengths(block)), strict=False):
         for begin in range(0, min(length, longest), chunk):
             count = min(chunk, min(length, longest) - begin)
-            joins = sequence == 1 and script.has_room(0) and count < limits.max_step_tokens
+            joins = sequence == 1 and count < limits.max_step_tokens
             batches.append(script.step(({0: 1} if joins else {}) | {sequence: count}))
     for size in (*buckets, max(1, sequences - 1)):
-        live = [sequence for sequence in range(size) if script.has_room(sequence)]
-        if live:
-            batches.append(pad_to_bucket(script.step(dict.fromkeys(live, 1)), buckets))
-    return batches, script.tables.size + 1
+        batches.append(pad_to_bucket(script.step(dict.fromkeys(range(size), 1)), buckets))
+    return batches, script.num_blocks
 
 
 def _prompt_lengths(block: int) -> list[int]:

@@ -1,6 +1,8 @@
 """The command line: a group of commands, each of which lives beside its subject."""
 
+import signal
 import sys
+from types import FrameType
 
 import click
 
@@ -32,7 +34,11 @@ for _command in (
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 the user's to mend (one message), 1 a fault of llmbuild's."""
+    """Exit codes: 0 done, 2 the user's to mend (one message), 1 a fault of llmbuild's; 128 and
+    the signal's number where one ended the command."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
+            signal.signal(number, _leave)
     try:
         cli()
     except UserError as error:
@@ -43,6 +49,11 @@ def main() -> None:
         if error.name is None or error.name.partition(".")[0] == "llmbuild":
             raise
         sys.exit(_fail(f"{error.name} isn't installed; `pip install 'llmbuild[build]'` has it", 2))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Unwinds, so that what was begun is removed: a compile's staging directory for one."""
+    sys.exit(128 + number)
 
 
 def _fail(message: str, code: int) -> int:

@@ -6,7 +6,6 @@ are scored.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from llmbuild.errors import InternalError, RequestError
 from llmbuild.runtime.batch import Int32Array, StepBatch
 from llmbuild.runtime.executors import Executor
 from llmbuild.runtime.manifest import SCRATCH_BLOCK, Manifest
+from llmbuild.runtime.threads import choose_num_threads
 from llmbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
 MIN_CONTEXT = 3  # the shortest window with a scored token
@@ -68,8 +68,8 @@ def evaluate_engine(
 ) -> PerplexityResult:
     """Open an engine, measure its perplexity over the UTF-8 text in a file, and close it.
 
-    num_threads: by default the processors that this process may use. Raises EngineError and
-    RequestError.
+    num_threads: by default the processors that this process may use. Raises UserError for what
+    can't be used, EngineError for a refused engine.
     """
     from llmbuild.runtime.engine import open_engine
     from llmbuild.runtime.executors.cpu import CpuExecutor
@@ -80,9 +80,7 @@ def evaluate_engine(
     # Windows that one step can hold, the one begun in the step before counted.
     together = min(limits.max_sequences, windows, limits.max_step_tokens // context + 2)
     num_blocks = max(1, together) * _blocks_of_window(manifest, context) + 1
-    if num_threads is None:
-        num_threads = len(os.sched_getaffinity(0))
-    executor = CpuExecutor(engine, num_blocks, num_threads)
+    executor = CpuExecutor(engine, num_blocks, choose_num_threads(num_threads))
     try:
         return perplexity(
             executor,

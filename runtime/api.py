@@ -19,6 +19,7 @@ from llmbuild.runtime.loop import Loop, Request, StreamChunk
 from llmbuild.runtime.sampling import SamplingParams
 from llmbuild.runtime.scheduler import Scheduler
 from llmbuild.runtime.sequence import FinishReason
+from llmbuild.runtime.threads import choose_num_threads
 from llmbuild.runtime.tokenizer import load_tokenizer
 
 __all__ = ["LLM", "Completion", "SamplingParams", "Stream", "StreamChunk"]
@@ -70,9 +71,7 @@ class LLM:
         from llmbuild.runtime.engine import open_engine
         from llmbuild.runtime.executors.cpu import CpuExecutor
 
-        if num_threads is None:
-            num_threads = len(os.sched_getaffinity(0))
-        _check_positive("num_threads", num_threads)
+        num_threads = choose_num_threads(num_threads)
         if chunk_tokens is not None:
             _check_positive("chunk_tokens", chunk_tokens)
         engine = open_engine(Path(engine_dir))

@@ -70,10 +70,13 @@ def replay(engine: Engine, steps: VerificationSteps, num_threads: int) -> list[N
 
 
 def relative_difference(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
-    """Largest difference within a row over the row's largest value; infinite where got has NaN."""
+    """Largest difference within a row over the row's largest value; infinite where either side
+    isn't finite, so that no maximum over steps can lose it."""
+    if not (np.isfinite(got).all() and np.isfinite(want).all()):
+        return float("inf")
     difference = np.abs(got.astype(np.float64) - want)
     scale = np.abs(want).max(axis=1, initial=0.0, keepdims=True)
-    relative = np.nan_to_num(difference, nan=np.inf) / np.maximum(scale, np.finfo(np.float32).tiny)
+    relative = difference / np.maximum(scale, np.finfo(np.float32).tiny)
     return float(relative.max(initial=0.0))
 
 

@@ -85,9 +85,7 @@ def _weights(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.
         before = np.cumsum(weights[order])
         before -= weights[order]
         # A token stays while those before it don't yet reach top_p; the likeliest always does.
-        removed = before >= params.top_p * weights.sum()
-        removed[0] = False
-        weights[order[removed]] = 0.0
+        weights[order[before >= params.top_p * weights.sum()]] = 0.0
     return weights
 
 

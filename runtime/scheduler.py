@@ -82,9 +82,10 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when no sequence is left."""
-        parts, has_preempted = self._continue_running()
-        if not has_preempted:  # a sequence let in now would be the next to be preempted
-            self._admit_waiting(parts)
+        parts = self._continue_running()
+        # After a preemption nobody comes in: first in line is the victim, and fewer blocks are
+        # free than it gave up.
+        self._admit_waiting(parts)
         if not parts:
             left = len(self.running) + len(self.waiting)
             assert left == 0, f"{left} sequences are left but none can move"
@@ -121,23 +122,21 @@ class Scheduler:
             assert sequence.state is State.WAITING
             assert sequence.num_computed_tokens == 0
 
-    def _continue_running(self) -> tuple[list[Part], bool]:
-        """Parts of running sequences within the token budget; True if one was preempted."""
+    def _continue_running(self) -> list[Part]:
+        """Parts of running sequences within the token budget."""
         parts: list[Part] = []
         budget = self.limits.max_step_tokens
-        has_preempted = False
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
             if not self.manager.grow(sequence.id, len(sequence.tokens)):
                 # The victim comes at or after `index`, so it isn't in this step's parts.
                 self._preempt_last()
-                has_preempted = True
                 continue
             parts.append(self._part(sequence, budget))
             budget -= parts[-1].num_tokens
             index += 1
-        return parts, has_preempted
+        return parts
 
     def _admit_waiting(self, parts: list[Part]) -> None:
         """Let waiting sequences in, in order, while tokens, sequences and blocks suffice."""

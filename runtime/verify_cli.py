@@ -1,6 +1,5 @@
 """`llmbuild verify`."""
 
-import os
 from pathlib import Path
 
 import click
@@ -14,11 +13,12 @@ def verify_command(engine_dir: Path) -> None:
     """Check every file of the engine DIR, then replay its verification steps on this machine."""
     from llmbuild.runtime.engine import open_engine
     from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
+    from llmbuild.runtime.threads import choose_num_threads
 
     engine = open_engine(engine_dir)
     click.echo(f"{len(engine.manifest.files)} files are as published; runs as {engine.isa_level}")
     steps = load_steps(engine_dir / STEPS_FILE)
-    logits = replay(engine, steps, len(os.sched_getaffinity(0)))
+    logits = replay(engine, steps, choose_num_threads(None))
     worst = 0.0
     for batch, got, want in zip(steps.batches, logits, steps.logits, strict=True):
         difference = relative_difference(got[:, steps.columns], want)

@@ -1,9 +1,9 @@
 """Run a step graph in torch, node by node: the truth that compiled engines are held against.
 
-All steps of a run go through a node before the next node's weight is read, so a run holds one
-weight at a time, whatever the model's size. That needs steps which never write a slot twice
-with different content: an attention then finds later steps' keys in the pool already, but past
-its own positions, where the causal mask hides them.
+A list of steps runs as one: every sequence of every step becomes a sequence of one ragged step.
+So each weight is read once and held alone, whatever the model's size. That needs steps which
+never write a slot twice with different content: an attention then finds the keys of later steps
+in the pool already, but past its own positions, where the causal mask hides them.
 """
 
 from collections import Counter
@@ -48,32 +48,46 @@ def run_steps(
 
     read: gives a canonical tensor's values; called once for every tensor of the graph.
     """
-    environments: list[Values] = [_inputs(step, batch) for batch in batches]
-    weights: Values = {}
-    uses_left: Counter[ir.Value] = Counter()
+    values = _inputs(step, _as_one(batches))
+    initializers = set(step.graph.initializers.values())
+    uses_left: Counter[ir.Value] = Counter(step.graph.outputs)
     for node in step.graph:
         uses_left.update(value for value in node.inputs if value is not None)
-    uses_left.update(step.graph.outputs)
-    initializers = set(step.graph.initializers.values())
     with bind_kv_pools(pools), torch.no_grad():
         for node in step.graph:
             for value in node.inputs:
-                if value in initializers and value not in weights:
-                    weights[value] = as_torch(materialise(step, str(value.name), read))
-            for environment in environments:
-                _run_node(node, environment, weights)
+                if value in initializers and value not in values:
+                    values[value] = as_torch(materialise(step, str(value.name), read))
+            values.update(zip(node.outputs, _outputs(node, values), strict=True))
             for value in node.inputs:
                 if value is not None:
                     uses_left[value] -= 1
                     if not uses_left[value]:
-                        _forget(value, weights, *environments)
-    logits = step.graph.outputs[0]
-    return [environment[logits].numpy() for environment in environments]
+                        del values[value]
+    logits = values[step.graph.outputs[0]].numpy()
+    ends = np.cumsum([len(batch.logit_rows) for batch in batches])
+    return np.split(logits, ends[:-1])
 
 
-def _forget(value: ir.Value, *holders: Values) -> None:
-    for holder in holders:
-        holder.pop(value, None)
+def _as_one(batches: Sequence[StepBatch]) -> StepBatch:
+    """One step with the sequences of all, in order; block tables padded to the longest."""
+    tokens_before = np.cumsum([0, *(batch.num_tokens for batch in batches)], dtype=np.int32)
+    width = max(batch.block_tables.shape[1] for batch in batches)
+    tables = [
+        np.pad(batch.block_tables, ((0, 0), (0, width - batch.block_tables.shape[1])))
+        for batch in batches
+    ]
+    counted = list(zip(batches, tokens_before[:-1], strict=True))
+    return StepBatch(
+        token_ids=np.concatenate([batch.token_ids for batch in batches]),
+        positions=np.concatenate([batch.positions for batch in batches]),
+        query_start=np.concatenate(
+            [*(batch.query_start[:-1] + before for batch, before in counted), tokens_before[-1:]]
+        ),
+        kv_lengths=np.concatenate([batch.kv_lengths for batch in batches]),
+        block_tables=np.concatenate(tables),
+        logit_rows=np.concatenate([batch.logit_rows + before for batch, before in counted]),
+    )
 
 
 def _inputs(step: StepGraph, batch: StepBatch) -> Values:
@@ -81,18 +95,13 @@ def _inputs(step: StepGraph, batch: StepBatch) -> Values:
     return {value: arrays[str(value.name)] for value in step.graph.inputs}
 
 
-def _run_node(node: ir.Node, environment: Values, weights: Values) -> None:
-    inputs = [
-        None if value is None else weights[value] if value in weights else environment[value]
-        for value in node.inputs
-    ]
+def _outputs(node: ir.Node, values: Values) -> Sequence[torch.Tensor]:
+    inputs = [None if value is None else values[value] for value in node.inputs]
     if node.domain == DOMAIN:
         outputs = _run_plugin(node, inputs)
     else:
         outputs = _STANDARD[node.op_type](node, *inputs)
-    if isinstance(outputs, torch.Tensor):
-        outputs = (outputs,)
-    environment.update(zip(node.outputs, outputs, strict=True))
+    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def _run_plugin(

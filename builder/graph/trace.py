@@ -15,6 +15,7 @@ from llmbuild.builder.graph.step_graph import INPUTS, OUTPUT, SHAPES, StepGraph,
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.decoder import Decoder
 from llmbuild.builder.models.rope import inverse_frequencies
+from llmbuild.version import __version__
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PRECISIONS = {ir.DataType.FLOAT: "fp32", ir.DataType.BFLOAT16: "bf16"}
@@ -43,7 +44,7 @@ def trace(config: DecoderConfig, precision: str) -> StepGraph:
 def _strip(model: ir.Model) -> None:
     """Drop the exporter's notes, which name source files, and the weights' stand-in data."""
     graph = model.graph
-    model.producer_name = "llmbuild"
+    model.producer_name, model.producer_version = "llmbuild", __version__
     for noted in (model, graph, *graph, *graph.inputs, *graph.initializers.values()):
         noted.metadata_props.clear()
     for value in (output for node in graph for output in node.outputs):

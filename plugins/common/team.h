@@ -88,14 +88,15 @@ class Team {
   explicit Team(int threads, bool pin = false) : count_(threads), pin_(pin), barrier_(threads) {
     pthread_getaffinity_np(pthread_self(), sizeof(affinity_), &affinity_);
     if (pin_) pin_to_processor(0);
-    for (int id = 1; id < count_; ++id) threads_.emplace_back([this, id] { serve(id); });
+    try {
+      for (int id = 1; id < count_; ++id) threads_.emplace_back([this, id] { serve(id); });
+    } catch (...) {  // the system gave fewer: those that run must end before the error goes on
+      stop();
+      throw;
+    }
   }
 
-  ~Team() {
-    publish(nullptr, nullptr);
-    for (std::thread& thread : threads_) thread.join();
-    if (pin_) pthread_setaffinity_np(pthread_self(), sizeof(affinity_), &affinity_);
-  }
+  ~Team() { stop(); }
 
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -111,6 +112,12 @@ class Team {
 
  private:
   static constexpr std::chrono::microseconds kSpinTime{50};
+
+  void stop() {
+    publish(nullptr, nullptr);
+    for (std::thread& thread : threads_) thread.join();
+    if (pin_) pthread_setaffinity_np(pthread_self(), sizeof(affinity_), &affinity_);
+  }
 
   void publish(Function function, void* argument) {
     function_ = function;

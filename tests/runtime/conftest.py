@@ -82,6 +82,7 @@ class FakeExecutor:
             assert array.flags.c_contiguous
         assert batch.query_start[0] == 0
         assert batch.query_start[-1] == batch.num_tokens
+        assert np.diff(batch.query_start).min() >= 1, "a sequence brings no token"
         assert batch.block_tables.shape[0] == batch.num_sequences
         assert batch.block_tables.min() >= 0
         assert batch.block_tables.max() < num_blocks

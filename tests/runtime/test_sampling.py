@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,6 +59,10 @@ def test_top_p_keeps_the_token_that_reaches_it_and_no_more():
     assert set(draws(logits, 300, temperature=1.0, top_p=0.51, seed=0)) == {0, 1}
 
 
+def test_top_p_reached_exactly_keeps_no_further_token():
+    assert set(draws([0.0, 0.0, 0.0, 0.0], 200, temperature=1.0, top_p=0.5, seed=0)) == {0, 1}
+
+
 def test_top_p_below_every_probability_keeps_the_likeliest():
     assert set(draws(LOGITS, 50, temperature=5.0, top_p=1e-300, seed=0)) == {1}
 
@@ -79,6 +84,13 @@ def test_extreme_temperatures_do_not_overflow(temperature):
 def test_impossible_tokens_are_never_drawn():
     tokens = draws([-math.inf, 0.0, -math.inf, 0.0, -math.inf], 500, temperature=3.0, seed=5)
     assert set(tokens) == {1, 3}
+
+
+@pytest.mark.parametrize(("draw", "token"), [(0.0, 1), (1 - 2**-53, 3), (0.5, 3), (0.4999, 1)])
+def test_outermost_draws_give_possible_tokens(draw, token):
+    logits = np.array([-math.inf, 0.0, -math.inf, 0.0, -math.inf], np.float32)
+    generator = SimpleNamespace(random=lambda: draw)
+    assert sample(logits, SamplingParams(temperature=1.0), generator) == token
 
 
 def test_same_seed_gives_the_same_draws():

@@ -38,6 +38,8 @@ def _is_vector_to_vector(node: ir.Node) -> bool:
 
 def _widens_an_index(node: ir.Node, value: ir.Value) -> bool:
     """Gather takes int32 as well as int64."""
-    only_gathers = all(user.op_type == "Gather" for user, _ in node.outputs[0].uses())
+    only_indices = all(
+        (user.op_type, slot) == ("Gather", 1) for user, slot in node.outputs[0].uses()
+    )
     to = node.attributes["to"].as_int()
-    return only_gathers and value.dtype == ir.DataType.INT32 and to == ir.DataType.INT64
+    return only_indices and value.dtype == ir.DataType.INT32 and to == ir.DataType.INT64

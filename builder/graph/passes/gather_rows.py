@@ -10,7 +10,7 @@ def place_gather_rows(step: StepGraph) -> None:
     graph = step.graph
     for gather in nodes_of(graph, "Gather", ""):
         table = gather.inputs[0]
-        if gather.attributes["axis"].as_int() != 0 or table is None:
+        if table is None or not _takes_rows(gather):
             continue
         last = gather
         if table.dtype != ir.DataType.FLOAT:
@@ -21,6 +21,12 @@ def place_gather_rows(step: StepGraph) -> None:
         new = plugin_node("gather_rows", gather.inputs, {}, outputs=1)
         old = [gather] if last is gather else [gather, last]
         replace(graph, last, old, [new], last.outputs, new.outputs)
+
+
+def _takes_rows(gather: ir.Node) -> bool:
+    """Whole rows of a matrix, by a vector of indices."""
+    ranks = [len(value.shape or ()) for value in gather.inputs if value is not None]
+    return gather.attributes["axis"].as_int() == 0 and ranks == [2, 1]
 
 
 def _target(cast: ir.Node) -> int:

@@ -18,7 +18,7 @@ def merge_linears(step: StepGraph) -> None:
 
 
 def _can_merge(step: StepGraph, first: ir.Node, node: ir.Node) -> bool:
-    """Same input, same dtype, bias on both or on neither, and a weight that nobody else reads."""
+    """Same input, same dtype, bias on both or on neither, and weights that nobody else reads."""
     if (node.domain, node.op_type) != (first.domain, first.op_type):
         return False
     if node.inputs[0] is not first.inputs[0] or _has_bias(node) != _has_bias(first):
@@ -26,7 +26,10 @@ def _can_merge(step: StepGraph, first: ir.Node, node: ir.Node) -> bool:
     weight, other = node.inputs[1], first.inputs[1]
     assert weight is not None
     assert other is not None
-    return weight.dtype == other.dtype and len(users(weight)) == 1
+    own = [value for value in node.inputs[1:] if value is not None]
+    return weight.dtype == other.dtype and all(
+        value.name in step.weights and len(users(value)) == 1 for value in own
+    )
 
 
 def _has_bias(node: ir.Node) -> bool:
@@ -44,7 +47,9 @@ def _merge(step: StepGraph, group: list[ir.Node]) -> None:
     linear = plugin_node("linear", inputs, {}, outputs=1)
     total = linear.outputs[0]
     total.name = "+".join(str(node.outputs[0].name) for node in group)
-    total.dtype, total.shape = ir.DataType.FLOAT, ir.Shape(["T", sum(sizes)])
+    shape = first.outputs[0].shape
+    assert shape is not None
+    total.dtype, total.shape = ir.DataType.FLOAT, ir.Shape([shape[0], sum(sizes)])
     lengths = ir.node("Constant", [], {"value_ints": sizes})
     split = ir.node("Split", [total, lengths.outputs[0]], {"axis": 1}, num_outputs=len(group))
     old_values = [node.outputs[0] for node in group]

@@ -17,7 +17,7 @@ from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
 
 ALIGNMENT_BYTES = 64
 TILE_ROWS = 16
-PART_ROWS = 256 * TILE_ROWS
+PART_BYTES = 16 << 20
 _SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 
@@ -45,8 +45,10 @@ def pack(weight: PackedWeight, values: NDArray[np.generic]) -> Iterator[NDArray[
     """The weight's values in its layout and padded, in parts, so that no second whole exists."""
     if weight.layout is Layout.TILES_OF_16:
         rows, columns = values.shape
-        for begin in range(0, rows, PART_ROWS):
-            part = values[begin : begin + PART_ROWS]
+        tile_bytes = TILE_ROWS * columns * values.itemsize
+        part_rows = TILE_ROWS * max(1, PART_BYTES // tile_bytes)
+        for begin in range(0, rows, part_rows):
+            part = values[begin : begin + part_rows]
             tiles = -(-len(part) // TILE_ROWS)
             padded = np.zeros((tiles * TILE_ROWS, columns), values.dtype)
             padded[: len(part)] = part

@@ -1,0 +1,183 @@
+"""The traced step graph is docs/step-graph.md's, and no weight was ever allocated for it."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from llmbuild.builder.graph.onnx_domain import translation_table
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.rope import inverse_frequencies
+from llmbuild.version import __version__
+
+INT32, FLOAT = ir.DataType.INT32, ir.DataType.FLOAT
+
+TRACE_8B = """
+import resource
+import onnxscript, torch, torch.onnx._internal.exporter._core
+from llmbuild.builder.graph.trace import trace
+from llmbuild.builder.models.config import DecoderConfig, RopeConfig
+
+def config(layers, vocab_size, hidden, inner, heads, kv_heads, head_dim):
+    return DecoderConfig(
+        "llama", vocab_size, hidden, inner, layers, heads, kv_heads, head_dim, 1e-5,
+        RopeConfig("default", 5e5), 131072, False, False, False, False, False, (0,) * layers,
+    )
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+trace(config(1, 7, 4, 3, 2, 1, 2), "fp32")
+before = peak()
+step = trace(config(32, 128256, 4096, 14336, 32, 8, 128), "bf16")
+values = sum(map(lambda weight: __import__("math").prod(weight.shape), step.weights.values()))
+print(values, peak() - before)
+"""
+
+
+def canonical_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (config.vocab_size, hidden),
+        "final_norm.weight": (hidden,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    projections = {
+        "q_proj": (q, hidden, config.qkv_bias),
+        "k_proj": (kv, hidden, config.qkv_bias),
+        "v_proj": (kv, hidden, config.qkv_bias),
+        "o_proj": (hidden, q, config.o_bias),
+        "gate_proj": (inner, hidden, config.mlp_bias),
+        "up_proj": (inner, hidden, config.mlp_bias),
+        "down_proj": (hidden, inner, config.mlp_bias),
+    }
+    for layer in range(config.num_layers):
+        for norm in ("attn_norm", "mlp_norm"):
+            shapes[f"layers.{layer}.{norm}.weight"] = (hidden,)
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            shapes[f"layers.{layer}.{norm}.weight"] = (config.head_dim,)
+        for name, (rows, columns, bias) in projections.items():
+            shapes[f"layers.{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"layers.{layer}.{name}.bias"] = (rows,)
+    return shapes
+
+
+def without_precision(variant: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in variant.items() if name != "precision"}
+
+
+def test_inputs_output_and_dimensions_are_the_contracts(
+    traced: Callable[..., StepGraph], variant: dict[str, Any]
+) -> None:
+    graph = traced(**variant).graph
+    inputs = [(v.name, v.dtype, [str(dim) for dim in v.shape]) for v in graph.inputs]
+    assert inputs == [
+        ("token_ids", INT32, ["T"]),
+        ("positions", INT32, ["T"]),
+        ("query_start", INT32, ["S + 1"]),
+        ("kv_lengths", INT32, ["S"]),
+        ("block_tables", INT32, ["S", "B"]),
+        ("logit_rows", INT32, ["R"]),
+    ]
+    (output,) = graph.outputs
+    assert (output.name, output.dtype, [*map(str, output.shape)]) == ("logits", FLOAT, ["R", "37"])
+    rows = {
+        str(value.shape[0])
+        for node in graph
+        for value in node.outputs
+        if value.shape is not None and len(value.shape) == 2
+    }
+    assert rows == {"T", "R"}
+
+
+def test_initialisers_are_the_canonical_weights_and_the_rotary_frequencies(
+    traced: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    variant: dict[str, Any],
+) -> None:
+    step, config = traced(**variant), decoder_config(**without_precision(variant))
+    expected = canonical_shapes(config)
+    assert {name: weight.shape for name, weight in step.weights.items()} == expected
+    assert all(weight.sources == (name,) for name, weight in step.weights.items())
+    assert set(step.graph.initializers) == {*expected, "inv_freq"}
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    np.testing.assert_array_equal(step.constants["inv_freq"], frequencies)
+    for name, value in step.graph.initializers.items():
+        assert value.const_value is None
+        assert tuple(value.shape.numpy()) == (expected | {"inv_freq": frequencies.shape})[name]
+
+
+def test_matrices_have_the_precision_and_vectors_are_fp32(
+    traced: Callable[..., StepGraph], variant: dict[str, Any]
+) -> None:
+    step, precision = traced(**variant), variant.get("precision", "fp32")
+    expected = {1: "fp32", 2: precision}
+    assert all(weight.dtype == expected[len(weight.shape)] for weight in step.weights.values())
+    onnx_type = {"fp32": FLOAT, "bf16": ir.DataType.BFLOAT16}
+    for name, weight in step.weights.items():
+        assert step.graph.initializers[name].dtype == onnx_type[weight.dtype]
+
+
+def test_each_layers_window_scale_and_index_reach_its_attention(
+    traced: Callable[..., StepGraph],
+) -> None:
+    step = traced(windows=(0, 5), norm_eps=1e-3)
+    attributes = [
+        {name: attribute.value for name, attribute in node.attributes.items()}
+        for node in step.graph
+        if node.op_type == "paged_attention"
+    ]
+    assert attributes == [
+        {"layer": 0, "scale": 0.5, "window": 0},
+        {"layer": 1, "scale": 0.5, "window": 5},
+    ]
+    norms = [node for node in step.graph if node.op_type == "rms_norm"]
+    assert [node.attributes["eps"].as_float() for node in norms] == [1e-3] * 5
+
+
+def test_tracing_an_8b_model_allocates_no_weight() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", TRACE_8B], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    values, grown_bytes = map(int, run.stdout.split())
+    assert values == 8_030_261_248
+    assert grown_bytes < 250e6  # the graph itself; one embedding in bf16 is 1,050 MB
+
+
+@pytest.mark.parametrize("stage", ["traced", "lowerable"])
+def test_saved_graph_is_valid_onnx_that_holds_no_data_and_nothing_of_this_machine(
+    request: pytest.FixtureRequest,
+    checkout: Path,
+    tmp_path: Path,
+    stage: str,
+    variant: dict[str, Any],
+) -> None:
+    step = request.getfixturevalue(stage)(**variant)
+    path = tmp_path / "folder" / "step.onnx"
+    step.save(path)
+    translation_table()  # gives our domain's schemas to the checker
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    assert not model.graph.initializer
+    inputs = {value.name: value for value in model.graph.input}
+    assert {*step.weights, *step.constants} < set(inputs)
+    for name, weight in step.weights.items():
+        (sources,) = (p.value for p in inputs[name].metadata_props if p.key == "sources")
+        assert tuple(sources.split()) == weight.sources
+    assert (model.producer_name, model.producer_version) == ("llmbuild", __version__)
+    content = path.read_bytes()
+    assert len(content) < 40_000
+    assert not re.search(rb"torch|\.py|pkg\.|" + re.escape(str(checkout).encode()), content)
+    assert step.graph.initializers.keys() == {*step.weights, *step.constants}  # as before saving
