@@ -2,13 +2,19 @@
 
 import torch
 
-from llmbuild.plugins.gated_activation.op import gated_activation
+from llmbuild.plugins.gated_activation.op import activation, gated_activation
 from llmbuild.plugins.gather_rows.op import gather_rows
+from llmbuild.plugins.layer_norm.op import layer_norm
 from llmbuild.plugins.linear.op import linear
+from llmbuild.plugins.moe.op import moe_experts, moe_route
 from llmbuild.plugins.paged_attention.op import paged_attention
 from llmbuild.plugins.rms_norm.op import add_rms_norm, rms_norm
 from llmbuild.plugins.rope_kv_write.op import kv_write, rope_kv_write, rotary
-from llmbuild.plugins.rope_table.op import rope_table
+from llmbuild.plugins.rope_table.op import (
+    dynamic_rope_table,
+    rope_table,
+    switched_rope_table,
+)
 
 DOMAIN = "llmbuild"
 
@@ -19,11 +25,17 @@ PLUGINS: dict[str, torch._library.custom_ops.CustomOpDef] = {
         linear,
         rms_norm,
         add_rms_norm,
+        layer_norm,
         rope_table,
+        switched_rope_table,
+        dynamic_rope_table,
         rotary,
         kv_write,
         rope_kv_write,
         paged_attention,
+        activation,
         gated_activation,
+        moe_route,
+        moe_experts,
     )
 }

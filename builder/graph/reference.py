@@ -29,12 +29,22 @@ def _split(node: ir.Node, value: torch.Tensor, sizes: torch.Tensor) -> tuple[tor
     return value.split(sizes.tolist(), dim=node.attributes["axis"].as_int())
 
 
+def _constant(node: ir.Node) -> torch.Tensor:
+    (attribute,) = node.attributes.values()
+    if attribute.type == ir.AttributeType.TENSOR:
+        return torch.tensor(attribute.as_tensor().numpy())
+    return torch.tensor(attribute.value)
+
+
 _STANDARD: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = {
     "Add": lambda _, a, b: a + b,
+    "Sub": lambda _, a, b: a - b,
     "Mul": lambda _, a, b: a * b,
+    "Div": lambda _, a, b: a / b,
+    "Tanh": lambda _, a: a.tanh(),
     "Sigmoid": lambda _, a: a.sigmoid(),
     "Cast": lambda node, a: a.to(_TORCH_TYPES[node.attributes["to"].as_int()]),
-    "Constant": lambda node: torch.tensor(node.attributes["value_ints"].as_ints()),
+    "Constant": lambda node: _constant(node),
     "Gather": lambda node, a, index: a.index_select(node.attributes["axis"].as_int(), index),
     "Reshape": lambda _, a, shape: a.reshape(shape.tolist()),
     "Split": _split,

@@ -32,7 +32,11 @@ def trace(config: DecoderConfig, precision: str) -> StepGraph:
     _strip(model)
     _name_dimensions(graph)
     graph.outputs[0].name = OUTPUT
-    constants = {"inv_freq": inverse_frequencies(config.rope, config.head_dim)}
+    constants = {
+        f"ropes.{index}.inv_freq": inverse_frequencies(rope)
+        for index, rope in enumerate(config.ropes)
+        if f"ropes.{index}.inv_freq" in graph.initializers
+    }
     weights = {
         name: Weight((name,), tuple(value.shape.numpy()), _PRECISIONS[value.dtype])
         for name, value in graph.initializers.items()

@@ -75,6 +75,10 @@ class ConfigReader:
         self.require(key)
         return self._positive(key, self._take(key))
 
+    def optional_number(self, key: str) -> float | None:
+        """A finite number above 0; None when the key is absent or null."""
+        return None if self._take(key) is None else self.number(key)
+
     def numbers(self, key: str) -> tuple[float, ...]:
         """A required list of finite numbers above 0."""
         self.require(key)

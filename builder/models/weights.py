@@ -1,54 +1,28 @@
-"""A checkpoint seen through canonical names: which weights a config calls for, and reading them."""
+"""A checkpoint seen through canonical names: every weight that a config calls for, read one at a
+time."""
+
+from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmbuild.builder.checkpoint import Checkpoint
+from llmbuild.builder.models.canonical import EMBEDDING, HEAD, Shape, expected_tensors
 from llmbuild.builder.models.config import DecoderConfig
-from llmbuild.builder.models.families.family import Family
+from llmbuild.builder.models.families.family import (
+    Experts,
+    Family,
+    Part,
+    Source,
+    StackedExperts,
+    Tensor,
+)
 from llmbuild.errors import CheckpointError
 
-Shape = tuple[int, ...]
-
-EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
-
-
-def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
-    """Canonical name -> shape ([out, in]) of every weight of the model, in the model's order."""
-    expected: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    for layer in range(config.num_layers):
-        for name, shape in _layer_tensors(config):
-            expected[f"layers.{layer}.{name}"] = shape
-    expected["final_norm.weight"] = (config.hidden_size,)
-    if not config.tie_embeddings:
-        expected[HEAD] = (config.vocab_size, config.hidden_size)
-    return expected
-
-
-def _layer_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    projections = (
-        ("q_proj", config.q_size, hidden, config.qkv_bias),
-        ("k_proj", config.kv_size, hidden, config.qkv_bias),
-        ("v_proj", config.kv_size, hidden, config.qkv_bias),
-        ("o_proj", hidden, config.q_size, config.o_bias),
-        ("gate_proj", inner, hidden, config.mlp_bias),
-        ("up_proj", inner, hidden, config.mlp_bias),
-        ("down_proj", hidden, inner, config.mlp_bias),
-    )
-    yield "attn_norm.weight", (hidden,)
-    yield "mlp_norm.weight", (hidden,)
-    if config.qk_norm:
-        yield "q_norm.weight", (config.head_dim,)
-        yield "k_norm.weight", (config.head_dim,)
-    for name, out_size, in_size, bias in projections:
-        yield f"{name}.weight", (out_size, in_size)
-        if bias:
-            yield f"{name}.bias", (out_size,)
+if TYPE_CHECKING:
+    from llmbuild.builder.checkpoint import Checkpoint
 
 
 class ModelWeights:
@@ -61,11 +35,12 @@ class ModelWeights:
     def __init__(self, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
         self.names: Mapping[str, Shape] = expected_tensors(config)
         self._checkpoint = checkpoint
+        self._config = config
         gguf = checkpoint.format == "gguf"
-        self._templates = family.gguf_names if gguf else family.hf_names
-        self._interleaved = gguf and family.gguf_permuted_qk
-        self._head_dim = config.head_dim
-        extra = self._copied_head(config)
+        self._sources = family.gguf_names if gguf else family.hf_names
+        self._interleaved = config.rope_interleaved or (gguf and family.gguf_permuted_qk)
+        self._plus_one = config.norm.plus_one and not (gguf and family.gguf_adds_one)
+        extra = self._copied_head()
         ignored = {
             template.format(l=layer)
             for template in family.ignored
@@ -73,25 +48,75 @@ class ModelWeights:
         }
         self._check(ignored | extra)
 
-    def read(self, name: str) -> NDArray[Any]:
+    def read(self, name: str) -> Tensor:
         """One tensor, row-major, in the type that the checkpoint reads it in."""
-        tensor = self._checkpoint.read(self._source(name))
+        tensor = self._assemble(name)
         if self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj"):
-            return _halves_from_pairs(tensor, self._head_dim)
+            tensor = _halves_from_pairs(tensor, self._config)
+        if self._plus_one and name.endswith("norm.weight"):
+            tensor = tensor.astype(np.float32) + 1
         return tensor
 
-    def _source(self, name: str) -> str:
-        """The checkpoint's name of a canonical one."""
+    def _source(self, name: str) -> tuple[Source, str]:
+        """Where a canonical tensor is in the checkpoint, and the layer's number as text."""
         if not name.startswith("layers."):
-            return self._templates[name]
+            return self._sources[name], ""
         _, layer, rest = name.split(".", 2)
-        return self._templates[f"layers.{{l}}.{rest}"].format(l=layer)
+        return self._sources[f"layers.{{l}}.{rest}"], layer
 
-    def _copied_head(self, config: DecoderConfig) -> set[str]:
+    def _assemble(self, name: str) -> Tensor:
+        source, layer = self._source(name)
+        read = self._checkpoint.read
+        match source:
+            case str():
+                return read(source.format(l=layer))
+            case Part():
+                return source.take(read(source.template.format(l=layer)), self._config)
+            case Experts():
+                stack = np.empty(self.names[name], self._dtype(source.templates[0], layer))
+                for expert in range(len(stack)):
+                    row = 0
+                    for template in source.templates:
+                        part = read(template.format(l=layer, e=expert))
+                        stack[expert, row : row + len(part)] = part
+                        row += len(part)
+                return stack
+            case StackedExperts():
+                parts = [read(template.format(l=layer)) for template in source.templates]
+                return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _dtype(self, template: str, layer: str) -> np.dtype[np.generic]:
+        """The type that experts' matrices are read in: that of the first."""
+        return self._checkpoint.read(template.format(l=layer, e=0)).dtype
+
+    def _stored_shapes(self, name: str) -> dict[str, Shape]:
+        """Every stored tensor that a canonical one is made of, with the shape it must have."""
+        source, layer = self._source(name)
+        shape = self.names[name]
+        match source:
+            case str():
+                return {source.format(l=layer): shape}
+            case Part():
+                return {source.template.format(l=layer): source.shape(self._config)}
+            case Experts():
+                rows = shape[1] // len(source.templates)
+                return {
+                    template.format(l=layer, e=expert): (rows, shape[2])
+                    for template in source.templates
+                    for expert in range(shape[0])
+                }
+            case StackedExperts():
+                rows = shape[1] // len(source.templates)
+                stacked = (shape[0], rows, shape[2])
+                return {template.format(l=layer): stacked for template in source.templates}
+
+    def _copied_head(self) -> set[str]:
         """The head's tensor where a tied config's checkpoint stores the embedding again."""
-        head, embedding = self._source(HEAD), self._source(EMBEDDING)
+        head, embedding = self._sources[HEAD], self._sources[EMBEDDING]
         stored = self._checkpoint.tensors
-        if not config.tie_embeddings or head not in stored or embedding not in stored:
+        if not isinstance(head, str) or not isinstance(embedding, str):
+            return set()
+        if not self._config.tie_embeddings or head not in stored or embedding not in stored:
             return set()
         if _digest(self._checkpoint.read(head)) != _digest(self._checkpoint.read(embedding)):
             raise CheckpointError(
@@ -103,7 +128,9 @@ class ModelWeights:
 
     def _check(self, droppable: set[str]) -> None:
         stored = self._checkpoint.tensors
-        sources = {self._source(name): shape for name, shape in self.names.items()}
+        sources: dict[str, Shape] = {}
+        for name in self.names:
+            sources |= self._stored_shapes(name)
         missing = [f"{name} {shape}" for name, shape in sources.items() if name not in stored]
         leftover = [name for name in stored if name not in sources and name not in droppable]
         wrong = [
@@ -121,14 +148,18 @@ class ModelWeights:
             )
 
 
-def _halves_from_pairs(tensor: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """Reorder each head's rows from rotary pairs (0, D/2, 1, D/2+1, ...) to halves (0, 1, ...)."""
-    pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
-    halves: NDArray[Any] = pairs.swapaxes(1, 2).reshape(tensor.shape)
-    return halves
+def _halves_from_pairs(tensor: Tensor, config: DecoderConfig) -> Tensor:
+    """Reorder the turning rows of each head from rotary pairs (0, R/2, 1, R/2 + 1, ...) to halves
+    (0, 1, ...); the rows that don't turn stay."""
+    turning = config.ropes[0].rotary_dim
+    order = np.concatenate(
+        [np.arange(0, turning, 2), np.arange(1, turning, 2), np.arange(turning, config.head_dim)]
+    )
+    heads = tensor.reshape(-1, config.head_dim, *tensor.shape[1:])
+    return np.ascontiguousarray(heads[:, order]).reshape(tensor.shape)
 
 
-def _digest(tensor: NDArray[Any]) -> bytes:
+def _digest(tensor: Tensor) -> bytes:
     """Identifies the values, whatever type they are stored in, without a second whole copy."""
     digest = hashlib.sha256(str(tensor.shape).encode())
     for row in np.atleast_1d(tensor):

@@ -12,7 +12,5 @@ def layer_norm(
 
 
 @layer_norm.register_fake
-def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     return torch.empty_like(x)

@@ -16,15 +16,19 @@ def paged_attention(
     query_start: torch.Tensor,
     kv_lengths: torch.Tensor,
     block_tables: torch.Tensor,
+    sinks: torch.Tensor | None,
     layer: int,
     scale: float,
     window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """Attention of each token over its sequence's keys up to its own position.
 
     q: fp32 [T, H * D]. written: kv_write's token. positions [T], query_start [S+1],
     kv_lengths [S], block_tables [S, B]: the step graph's inputs. window: how many tokens back,
-    the own one included, 0 for all. Returns fp32 [T, H * D].
+    the own one included, 0 for all. soft_cap: scores become soft_cap * tanh(score / soft_cap), 0
+    for none. sinks: fp32 [H], a logit per head that joins the softmax with no value, or None.
+    Returns fp32 [T, H * D].
     """
     pools = layer_pools(layer)
     _, num_kv_heads, block_size, head_dim = pools.k.shape
@@ -38,9 +42,15 @@ def paged_attention(
         )  # [Hkv, length, D]
         queries = q[rows].unflatten(-1, (num_kv_heads, -1, head_dim)).permute(1, 2, 0, 3)
         scores = scale * queries @ keys[:, None].transpose(-1, -2)  # [Hkv, G, tokens, length]
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         back = positions[rows, None] - torch.arange(length)
         hidden = (back < 0) | (back >= window) if window else back < 0
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         out[rows] = (weights @ values[:, None]).permute(2, 0, 1, 3).flatten(1)
     return out
 
@@ -53,8 +63,10 @@ def _(
     query_start: torch.Tensor,
     kv_lengths: torch.Tensor,
     block_tables: torch.Tensor,
+    sinks: torch.Tensor | None,
     layer: int,
     scale: float,
     window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     return torch.empty_like(q)

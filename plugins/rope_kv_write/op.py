@@ -1,7 +1,7 @@
 """rotary, kv_write, and the fusion of both with QK-norm before them.
 
 Rotary embedding: Su et al., "RoFormer", 2021, in the halves layout: element i of a head turns
-with element i + D/2.
+with element i + R/2 of the R that turn.
 """
 
 import torch
@@ -11,15 +11,21 @@ from llmbuild.plugins.rms_norm.op import rms_norm
 
 
 @torch.library.custom_op("llmbuild::rotary", mutates_args=())
-def rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn every head of x by its token's angles. x: fp32 [T, heads * D]. table: [T, D]."""
+def rotary(x: torch.Tensor, table: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Turn the first R elements of every head by its token's angles.
+
+    x: fp32 [T, heads * head_dim]. table: fp32 [T, R], R even and at most head_dim.
+    """
     cos, sin = table[:, None, :].chunk(2, dim=-1)
-    low, high = x.unflatten(-1, (-1, table.shape[-1])).chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).flatten(-2)
+    heads = x.unflatten(-1, (-1, head_dim))
+    turning, rest = heads.split((table.shape[-1], head_dim - table.shape[-1]), dim=-1)
+    low, high = turning.chunk(2, dim=-1)
+    turned = (low * cos - high * sin, high * cos + low * sin)
+    return torch.cat((*turned, rest), dim=-1).flatten(-2)
 
 
 @rotary.register_fake
-def _(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, table: torch.Tensor, head_dim: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -64,7 +70,7 @@ def rope_kv_write(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    table: torch.Tensor,
+    table: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     positions: torch.Tensor,
@@ -73,16 +79,18 @@ def rope_kv_write(
     layer: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """QK-norm (where weights are given), rotary, and the write of K and V, in one pass.
+    """QK-norm (where weights are given), rotary (where a table is), and the write of K and V.
 
     Returns the turned Q, fp32 [T, H * D], and kv_write's token.
     """
+    head_dim = layer_pools(layer).k.shape[-1]
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
-    token = kv_write(rotary(k, table), v, positions, query_start, block_tables, layer)
-    return rotary(q, table), token
+    if table is not None:
+        q, k = rotary(q, table, head_dim), rotary(k, table, head_dim)
+    return q.clone(), kv_write(k, v, positions, query_start, block_tables, layer)
 
 
 @rope_kv_write.register_fake
@@ -90,7 +98,7 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    table: torch.Tensor,
+    table: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     positions: torch.Tensor,

@@ -1,4 +1,4 @@
-"""silu(gate) * up, which the export writes as gate * sigmoid(gate) * up, in one node."""
+"""act(gate) * up in one node."""
 
 import onnx_ir as ir
 
@@ -7,20 +7,17 @@ from llmbuild.builder.graph.step_graph import StepGraph
 
 
 def place_gated_activation(step: StepGraph) -> None:
-    for sigmoid in nodes_of(step.graph, "Sigmoid", ""):
-        gate = sigmoid.inputs[0]
-        silu = only_user(sigmoid.outputs[0])
-        if silu is None or silu.op_type != "Mul" or gate not in silu.inputs:
-            continue
-        product = only_user(silu.outputs[0])
+    for activation in nodes_of(step.graph, "activation"):
+        product = only_user(activation.outputs[0])
         if product is None or product.op_type != "Mul":
             continue
-        up = _other_input(product, silu.outputs[0])
+        up = _other_input(product, activation.outputs[0])
         if made_by(up, "linear") is None:
             continue
-        new = plugin_node("gated_activation", [gate, up], {"activation": "silu"}, outputs=1)
-        old = [sigmoid, silu, product]
-        replace(step.graph, product, old, [new], product.outputs, new.outputs)
+        kind = activation.attributes["kind"].as_string()
+        gate = activation.inputs[0]
+        new = plugin_node("gated_activation", [gate, up], {"activation": kind}, outputs=1)
+        replace(step.graph, product, [activation, product], [new], product.outputs, new.outputs)
 
 
 def _other_input(node: ir.Node, one: ir.Value) -> ir.Value | None:

@@ -1,4 +1,10 @@
-"""QK-norm, rotary and the KV write of a layer, in one node."""
+"""QK-norm over heads, rotary and the KV write of a layer, in one node.
+
+A layer without rotary (NoPE), or whose QK-norm isn't over heads, keeps what can't be fused before
+the node.
+"""
+
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -6,51 +12,66 @@ from llmbuild.builder.graph.passes.rewrite import made_by, nodes_of, only_user, 
 from llmbuild.builder.graph.step_graph import StepGraph
 
 
+@dataclass(frozen=True)
+class _Chain:
+    """What happens to Q or K before attention sees it: value, then norm, then rotary."""
+
+    value: ir.Value | None
+    weight: ir.Value | None
+    table: ir.Value | None
+    eps: float
+    nodes: tuple[ir.Node, ...]
+
+
 def place_rope_kv_write(step: StepGraph) -> None:
     for write in nodes_of(step.graph, "kv_write"):
-        k_rotated, v, positions, query_start, block_tables = write.inputs
         attention = only_user(write.outputs[0])
         if attention is None or attention.op_type != "paged_attention":
             continue
-        q_rotary = _made_for_one(attention.inputs[0], "rotary")
-        k_rotary = _made_for_one(k_rotated, "rotary")
-        if q_rotary is None or k_rotary is None or q_rotary.inputs[1] is not k_rotary.inputs[1]:
+        turned = attention.inputs[0]
+        assert turned is not None
+        k_chain, q_chain = _chain(write.inputs[0], write), _chain(turned, attention)
+        same_norm = (k_chain.weight is None) == (q_chain.weight is None)
+        if k_chain.table is not q_chain.table or not same_norm:
             continue
-        norms = _head_norms(q_rotary, k_rotary)
-        q, k = (node.inputs[0] for node in norms or (q_rotary, k_rotary))
-        q_weight, k_weight = (node.inputs[1] for node in norms) if norms else (None, None)
-        eps = _eps(norms[0]) if norms else 0.0
+        _, v, positions, query_start, block_tables = write.inputs
+        norms = (q_chain.weight, k_chain.weight)
+        inputs = [q_chain.value, k_chain.value, v, k_chain.table, *norms]
         new = plugin_node(
             "rope_kv_write",
-            [q, k, v, k_rotary.inputs[1], q_weight, k_weight, positions, query_start, block_tables],
-            {"layer": write.attributes["layer"].as_int(), "eps": eps},
+            [*inputs, positions, query_start, block_tables],
+            {"layer": write.attributes["layer"].as_int(), "eps": q_chain.eps},
             outputs=2,
         )
-        old = [*norms, q_rotary, k_rotary, write]
-        old_values = [q_rotary.outputs[0], write.outputs[0]]
-        replace(step.graph, write, old, [new], old_values, new.outputs)
+        if q_chain.nodes:
+            old = [*q_chain.nodes, *k_chain.nodes, write]
+            replace(step.graph, write, old, [new], [turned, write.outputs[0]], new.outputs)
+        else:  # nothing to turn: attention goes on reading Q, and only the write is replaced
+            new.outputs[0].shape, new.outputs[0].type = turned.shape, turned.type
+            replace(step.graph, write, [write], [new], write.outputs, new.outputs[1:])
+            attention.replace_input_with(0, new.outputs[0])
 
 
-def _made_for_one(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes a value, if it is of this kind and has one user."""
-    node = made_by(value, op_type)
-    return node if node is not None and only_user(node.outputs[0]) is not None else None
+def _chain(value: ir.Value | None, reader: ir.Node) -> _Chain:
+    """The rotary and the head norm that make a value which `reader` alone reads."""
+    rotary = made_by(value, "rotary")
+    if rotary is None or value is None or only_user(value) is not reader:
+        return _Chain(value, None, None, 0.0, ())
+    source, table = rotary.inputs
+    norm = made_by(source, "rms_norm")
+    if (
+        norm is None
+        or source is None
+        or only_user(source) is not rotary
+        or not _per_head(norm, rotary)
+    ):
+        return _Chain(source, None, table, 0.0, (rotary,))
+    eps = norm.attributes["eps"].as_float()
+    return _Chain(norm.inputs[0], norm.inputs[1], table, eps, (norm, rotary))
 
 
-def _head_norms(q_rotary: ir.Node, k_rotary: ir.Node) -> list[ir.Node]:
-    """The norms of Q and K that the new node can take in: over each head, with the same eps."""
-    q_norm, k_norm = (_made_for_one(node.inputs[0], "rms_norm") for node in (q_rotary, k_rotary))
-    if q_norm is None or k_norm is None or _eps(q_norm) != _eps(k_norm):
-        return []
-    widths = {_width(value) for value in (q_norm.inputs[1], k_norm.inputs[1], q_rotary.inputs[1])}
-    return [q_norm, k_norm] if len(widths) == 1 else []
-
-
-def _eps(norm: ir.Node) -> float:
-    return norm.attributes["eps"].as_float()
-
-
-def _width(value: ir.Value | None) -> int | ir.SymbolicDim:
-    assert value is not None
-    assert value.shape is not None
-    return value.shape[-1]
+def _per_head(norm: ir.Node, rotary: ir.Node) -> bool:
+    weight = norm.inputs[1]
+    assert weight is not None
+    assert weight.shape is not None
+    return weight.shape[0] == rotary.attributes["head_dim"].as_int()

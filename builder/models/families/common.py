@@ -1,21 +1,23 @@
 """What Llama-shaped families share: names of weights, and the keys all their configs have."""
 
-from llmbuild.builder.models.config import DecoderConfig
+from typing import Any
+
+from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.models.config_reader import CARRIES_NOTHING, ConfigReader
-from llmbuild.builder.models.rope import read_rope
+from llmbuild.builder.models.rope import DEFAULT_THETA, read_rope
 
 _MODULES = {  # canonical name inside a layer -> Hugging Face name, GGUF name
     "attn_norm": ("input_layernorm", "attn_norm"),
-    "q_proj": ("self_attn.q_proj", "attn_q"),
-    "k_proj": ("self_attn.k_proj", "attn_k"),
-    "v_proj": ("self_attn.v_proj", "attn_v"),
-    "o_proj": ("self_attn.o_proj", "attn_output"),
-    "q_norm": ("self_attn.q_norm", "attn_q_norm"),
-    "k_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "attention.q_proj": ("self_attn.q_proj", "attn_q"),
+    "attention.k_proj": ("self_attn.k_proj", "attn_k"),
+    "attention.v_proj": ("self_attn.v_proj", "attn_v"),
+    "attention.o_proj": ("self_attn.o_proj", "attn_output"),
+    "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
     "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-    "gate_proj": ("mlp.gate_proj", "ffn_gate"),
-    "up_proj": ("mlp.up_proj", "ffn_up"),
-    "down_proj": ("mlp.down_proj", "ffn_down"),
+    "mlp.gate_proj": ("mlp.gate_proj", "ffn_gate"),
+    "mlp.up_proj": ("mlp.up_proj", "ffn_up"),
+    "mlp.down_proj": ("mlp.down_proj", "ffn_down"),
 }
 
 HF_NAMES = {
@@ -38,6 +40,16 @@ GGUF_NAMES = {
     for part in ("weight", "bias")
 }
 
+ACTIVATIONS = {  # as configs spell them -> as the decoder does
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
 FULL, SLIDING = "full_attention", "sliding_attention"  # what layer_types is made of
 
 # Old exports stored each layer's rotary frequencies, which follow from the config.
@@ -47,23 +59,29 @@ IGNORED = ("model.layers.{l}.self_attn.rotary_emb.inv_freq",)
 def read_decoder(
     reader: ConfigReader,
     *,
-    qk_norm: bool = False,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    windows: tuple[int, ...] = (),
+    norm: NormConfig | None = None,
+    ropes: tuple[RopeConfig, ...] | None = None,
+    layer_ropes: tuple[int, ...] | None = None,
+    windows: tuple[int, ...] | None = None,
+    attention_scale: float | None = None,
+    activation: str | None = None,
+    tied_by_default: bool = False,
+    default_theta: float = DEFAULT_THETA,
+    **features: Any,
 ) -> DecoderConfig:
-    """The config record, from the keys that every family has and a family's own features.
+    """The config record, from the keys that Llama-shaped families have and a family's features.
 
-    windows: per layer, or () when every layer attends to all. This ends the reading: a key that
-    neither the family nor this function took is refused. Raises ModelError.
+    What is None is read from the usual keys: norm an RMSNorm with rms_norm_eps, one RoPE in every
+    layer, no windows, a scale of head_dim^-1/2, hidden_act. features: further fields of
+    DecoderConfig. This ends the reading: a key that neither the family nor this function took is
+    refused. Raises ModelError.
     """
-    reader.only("hidden_act", "silu")
     reader.only("is_encoder_decoder", False)
     reader.only("add_cross_attention", False)
-    num_heads, num_kv_heads, head_dim = _read_heads(reader)
-    max_position = reader.integer("max_position_embeddings")
+    num_heads, num_kv_heads, head_dim = read_heads(reader)
     num_layers = reader.integer("num_hidden_layers")
+    if ropes is None:
+        ropes = (read_rope(reader, head_dim, default_theta=default_theta),)
     config = DecoderConfig(
         family=reader.family,
         vocab_size=reader.integer("vocab_size"),
@@ -73,21 +91,35 @@ def read_decoder(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=reader.number("rms_norm_eps"),
-        rope=read_rope(reader, max_position),
-        max_position=max_position,
-        tie_embeddings=reader.boolean("tie_word_embeddings", False),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
+        max_position=_reach(reader.integer("max_position_embeddings"), ropes),
+        tie_embeddings=reader.boolean("tie_word_embeddings", tied_by_default),
+        norm=norm or NormConfig(reader.number("rms_norm_eps")),
+        ropes=ropes,
+        layer_ropes=layer_ropes or (0,) * num_layers,
         windows=windows or (0,) * num_layers,
+        attention_scale=attention_scale or head_dim**-0.5,
+        activation=activation or read_activation(reader),
+        **features,
     )
     reader.finish(CARRIES_NOTHING)
     return config
 
 
-def _read_heads(reader: ConfigReader) -> tuple[int, int, int]:
+def _reach(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
+    """Positions that a model is good for: max_position_embeddings, but dynamic scaling, which
+    begins there, goes on to `factor` times that."""
+    return max(
+        int(max_position * rope.factor) if rope.kind == "dynamic" else max_position
+        for rope in ropes
+    )
+
+
+def read_activation(reader: ConfigReader, key: str = "hidden_act") -> str:
+    """The activation that a config names, in the decoder's spelling."""
+    return ACTIVATIONS[reader.text(key, tuple(ACTIVATIONS)) or "silu"]
+
+
+def read_heads(reader: ConfigReader) -> tuple[int, int, int]:
     """num_heads, num_kv_heads (num_heads when unset), head_dim (hidden / heads when unset)."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     kv_heads = reader.optional_integer("num_key_value_heads") or heads

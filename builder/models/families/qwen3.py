@@ -21,7 +21,7 @@ def translate(raw: dict[str, Any]) -> DecoderConfig:
     attention_bias = reader.boolean("attention_bias", False)
     return read_decoder(
         reader,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         windows=read_windows_by_layer(reader),

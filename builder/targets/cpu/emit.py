@@ -10,9 +10,10 @@ from llmbuild.builder.targets.cpu.plan import (
     Argument,
     Batch,
     Call,
+    Count,
+    Expression,
     PackedWeight,
     Pool,
-    Rows,
     StepInput,
     StepPlan,
     View,
@@ -22,7 +23,18 @@ from llmbuild.version import __version__
 
 ABI = "llmbuild-cpu-1"  # of the exported functions; runtime/executors/cpu.py expects the same
 _TEMPLATE = Path(__file__).with_name("engine.cpp.in")
-_HEADERS = {"add_rms_norm": "rms_norm", "gather_tiled_rows": "gather_rows"}
+_HEADERS = {  # of kernels that aren't named as their header's folder
+    "add_rms_norm": "rms_norm",
+    "dynamic_rope_table": "rope_table",
+    "switched_rope_table": "rope_table",
+    "gather_tiled_rows": "gather_rows",
+    "moe_combine": "moe",
+    "moe_gather": "moe",
+    "moe_linear": "moe",
+    "moe_route": "moe",
+    "moe_sort": "moe",
+}
+_OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "Div": "/"}
 
 
 def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
@@ -76,8 +88,10 @@ class _Emission:
                 return f"step.{argument.name}"
             case Batch():
                 return "step"
-            case Rows():
-                return argument.value
+            case Count():
+                return _count(argument)
+            case Expression():
+                return f"[&](int64_t r, int i) {{ return {self.expression(argument)}; }}"
             case float():
                 return f"{argument!r}f"
             case int():
@@ -86,4 +100,28 @@ class _Emission:
     def view(self, view: View) -> str:
         if view.buffer == self.plan.logits:
             return "run.logits"
-        return f"buffer({self.arena.offsets[view.buffer]}, {view.column})"
+        cpp_type = "int32_t" if view.buffer.dtype == "int32" else "float"
+        return f"buffer({cpp_type}{{}}, {self.arena.offsets[view.buffer]}, {view.column})"
+
+    def expression(self, expression: Expression) -> str:
+        """The value of chunk i of row r, 16 columns, as C++."""
+        operands = [self.operand(operand, expression.width) for operand in expression.operands]
+        operator = _OPERATORS.get(expression.operation)
+        if operator is None:
+            return f"{expression.operation}({', '.join(operands)})"
+        return f"({f' {operator} '.join(operands)})"
+
+    def operand(self, operand: Expression | View | float, width: int) -> str:
+        match operand:
+            case Expression():
+                return self.expression(operand)
+            case float():
+                return f"splat({operand!r}f)"
+        if operand.width == 1 and width > 1:
+            return f"splat_row<{operand.stride}>({self.view(operand)}, r)"
+        return f"load_chunk<{width}>({self.view(operand)} + r * {operand.stride}, i)"
+
+
+def _count(count: Count) -> str:
+    rows = count.rows.value
+    return rows if count.rows_each == 1 else f"{rows} * {count.rows_each}"

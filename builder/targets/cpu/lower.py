@@ -4,6 +4,7 @@ A kernel's template and argument order are those of its header, plugins/<name>/c
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import onnx_ir as ir
 
@@ -14,6 +15,7 @@ from llmbuild.builder.targets.cpu.plan import (
     Batch,
     Buffer,
     Call,
+    Expression,
     Layout,
     PackedWeight,
     Pool,
@@ -26,7 +28,17 @@ from llmbuild.errors import BuildError
 from llmbuild.plugins.registry import DOMAIN
 
 CPP_TYPES = {"fp32": "float", "bf16": "bf16"}
-_CPP_ACTIVATIONS = {"silu": "Silu"}
+CPP_ACTIVATIONS = {
+    "silu": "Silu",
+    "gelu": "Gelu",
+    "gelu_tanh": "GeluTanh",
+    "relu": "Relu",
+    "relu2": "Relu2",
+}
+_CPP_SCORINGS = {"softmax": "Softmax", "top_k_softmax": "TopKSoftmax"}
+
+
+_TILED = {("linear", 1), ("moe_experts", 3), ("moe_experts", 4)}  # (operation, input)
 
 
 class Lowering:
@@ -40,6 +52,7 @@ class Lowering:
         self.kv_dtype = kv_dtype
         self.block_size = block_size
         self.views: dict[ir.Value, View] = {}
+        self.expressions: dict[ir.Value, Expression] = {}  # not computed until a kernel needs them
         self.weights: dict[str, PackedWeight] = {}
         self.calls: list[Call] = []
 
@@ -53,10 +66,11 @@ class Lowering:
                     f"{', '.join(sorted(name for _, name in _LOWER))}"
                 )
             lower(self, node)
+        logits = self.view(self.step.graph.outputs[0]).buffer
         return StepPlan(
             calls=tuple(self.calls),
             weights=tuple(self.weights.values()),
-            logits=self.views[self.step.graph.outputs[0]].buffer,
+            logits=logits,
             kv_dtype=self.kv_dtype,
             kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
@@ -70,24 +84,60 @@ class Lowering:
         writes = tuple(view.buffer for view in out)
         self.calls.append(Call(kernel, template, arguments, writes))
 
-    def output(self, value: ir.Value, width: int) -> View:
-        """A new buffer for a value of this many columns."""
+    def output(self, value: ir.Value, width: int, **kind: Any) -> View:
+        """A new buffer for a value of this many columns; kind: further fields of Buffer."""
         assert value.shape is not None
-        buffer = Buffer(str(value.name), Rows(str(value.shape[0])), width)
+        buffer = Buffer(str(value.name), Rows(str(value.shape[0])), width, **kind)
         view = View(buffer, 0, width)
         self.views[value] = view
         return view
 
+    def scratch(self, value: ir.Value, purpose: str, rows: Rows, width: int, **kind: Any) -> View:
+        """A buffer that only the calls of one node share."""
+        return View(Buffer(f"{value.name}.{purpose}", rows, width, **kind), 0, width)
+
     def view(self, value: ir.Value | None) -> View:
+        """Where a value lies, computing it now if it is an expression."""
         assert value is not None
+        if value in self.expressions:
+            self._compute(value, self.expressions.pop(value))
         return self.views[value]
+
+    def operand(self, value: ir.Value | None) -> Expression | View:
+        """A value as part of an expression: inlined where nothing else reads it."""
+        assert value is not None
+        if value in self.expressions and len(value.uses()) == 1:
+            return self.expressions.pop(value)
+        return self.view(value)
+
+    def _compute(self, value: ir.Value, expression: Expression) -> None:
+        """In place of an operand that nothing reads afterwards, where there is one: so logits are
+        never held twice."""
+        y = self._dying_operand(expression)
+        if y is None:
+            y = self.output(value, expression.width)
+        self.views[value] = y
+        rows = y.buffer.count
+        self.call("elementwise", (expression.width, y.stride), y, rows, expression, out=[y])
+
+    def _dying_operand(self, expression: Expression) -> View | None:
+        for operand in expression.operands:
+            if isinstance(operand, Expression):
+                found = self._dying_operand(operand)
+                if found is not None:
+                    return found
+            elif isinstance(operand, View) and operand.width == operand.stride == expression.width:
+                owners = [v for v, view in self.views.items() if view.buffer == operand.buffer]
+                if len(owners) == 1 and len(owners[0].uses()) == 1:
+                    return operand
+        return None
 
     def weight(self, value: ir.Value | None) -> PackedWeight:
         """A weight or constant, tiled when any linear reads it, else in rows."""
         assert value is not None
         name = str(value.name)
         if name not in self.weights:
-            tiled = any(user.op_type == "linear" and slot == 1 for user, slot in value.uses())
+            tiled = any((user.op_type, slot) in _TILED for user, slot in value.uses())
             if name in self.step.constants:
                 shape, dtype = self.step.constants[name].shape, "fp32"
             else:
@@ -114,7 +164,7 @@ def _linear(lowering: Lowering, node: ir.Node) -> None:
     rows, columns = weight.shape
     y = lowering.output(node.outputs[0], rows)
     template = (CPP_TYPES[weight.dtype], rows, columns, x.stride, y.stride)
-    lowering.call("linear", template, x, weight, bias, y, y.buffer.rows, out=[y])
+    lowering.call("linear", template, x, weight, bias, y, y.buffer.count, out=[y])
 
 
 def _split(lowering: Lowering, node: ir.Node) -> None:
@@ -135,7 +185,7 @@ def _rms_norm(lowering: Lowering, node: ir.Node) -> None:
     y = lowering.output(node.outputs[0], x.width)
     template = (x.width, weight.shape[0], x.stride, y.stride)
     eps = node.attributes["eps"].as_float()
-    lowering.call("rms_norm", template, x, weight, eps, y, y.buffer.rows, out=[y])
+    lowering.call("rms_norm", template, x, weight, eps, y, y.buffer.count, out=[y])
 
 
 def _add_rms_norm(lowering: Lowering, node: ir.Node) -> None:
@@ -144,7 +194,7 @@ def _add_rms_norm(lowering: Lowering, node: ir.Node) -> None:
     total, y = (lowering.output(value, x.width) for value in node.outputs)
     template = (x.width, x.stride, residual.stride, total.stride, y.stride)
     eps = node.attributes["eps"].as_float()
-    rows = y.buffer.rows
+    rows = y.buffer.count
     lowering.call(
         "add_rms_norm", template, x, residual, weight, eps, total, y, rows, out=[total, y]
     )
@@ -156,20 +206,42 @@ def _rope_table(lowering: Lowering, node: ir.Node) -> None:
     table = lowering.output(node.outputs[0], 2 * half)
     scale = node.attributes["scale"].as_float()
     positions = StepInput("positions")
-    rows = table.buffer.rows
+    rows = table.buffer.count
     lowering.call("rope_table", (half,), positions, frequencies, scale, table, rows, out=[table])
 
 
+def _switched_rope_table(lowering: Lowering, node: ir.Node) -> None:
+    frequencies = lowering.weight(node.inputs[3])
+    half = frequencies.shape[1]
+    table = lowering.output(node.outputs[0], 2 * half)
+    length = node.attributes["switch_length"].as_int()
+    scale = node.attributes["scale"].as_float()
+    arguments = (Batch(), frequencies, length, scale, table)
+    lowering.call("switched_rope_table", (half,), *arguments, out=[table])
+
+
+def _dynamic_rope_table(lowering: Lowering, node: ir.Node) -> None:
+    width = node.attributes["rotary_dim"].as_int()
+    table = lowering.output(node.outputs[0], width)
+    theta, factor, scale = (node.attributes[k].as_float() for k in ("theta", "factor", "scale"))
+    length = node.attributes["original_length"].as_int()
+    arguments = (Batch(), theta, factor, length, scale, table)
+    lowering.call("dynamic_rope_table", (width // 2,), *arguments, out=[table])
+
+
 def _rope_kv_write(lowering: Lowering, node: ir.Node) -> None:
-    q, k, v, table = (lowering.view(value) for value in node.inputs[:4])
+    q, k, v = (lowering.view(value) for value in node.inputs[:3])
+    table = None if node.inputs[3] is None else lowering.view(node.inputs[3])
     q_norm, k_norm = (lowering.optional_weight(value) for value in node.inputs[4:6])
     layer = node.attributes["layer"].as_int()
     eps = node.attributes["eps"].as_float()
     turned = lowering.output(node.outputs[0], q.width)
     strides = (q.stride, k.stride, v.stride, turned.stride)
+    qk_norm = "false" if q_norm is None else "true"
+    turning = 0 if table is None else table.width
     lowering.call(
         "rope_kv_write",
-        (*lowering.heads, *strides, "false" if q_norm is None else "true"),
+        (*lowering.heads, *strides, qk_norm, turning),
         *(Batch(), q, k, v, table, q_norm, k_norm, eps, Pool(layer, "k"), Pool(layer, "v"), turned),
         out=[turned],
     )
@@ -177,24 +249,37 @@ def _rope_kv_write(lowering: Lowering, node: ir.Node) -> None:
 
 def _paged_attention(lowering: Lowering, node: ir.Node) -> None:
     q = lowering.view(node.inputs[0])
+    sinks = lowering.optional_weight(node.inputs[6] if len(node.inputs) > 6 else None)
     layer = node.attributes["layer"].as_int()
     scale = node.attributes["scale"].as_float()
     window = node.attributes["window"].as_int()
+    soft_cap = node.attributes["soft_cap"].as_float()
     out = lowering.output(node.outputs[0], q.width)
+    flags = ("true" if soft_cap else "false", "false" if sinks is None else "true")
     lowering.call(
         "paged_attention",
-        (*lowering.heads, q.stride, out.stride),
-        *(Batch(), q, Pool(layer, "k"), Pool(layer, "v"), scale, window, out),
+        (*lowering.heads, q.stride, out.stride, *flags),
+        *(Batch(), q, Pool(layer, "k"), Pool(layer, "v"), scale, window, out, soft_cap, sinks),
         out=[out],
     )
+
+
+def _layer_norm(lowering: Lowering, node: ir.Node) -> None:
+    x = lowering.view(node.inputs[0])
+    weight = lowering.weight(node.inputs[1])
+    bias = lowering.optional_weight(node.inputs[2] if len(node.inputs) > 2 else None)
+    y = lowering.output(node.outputs[0], x.width)
+    eps = node.attributes["eps"].as_float()
+    arguments = (x, weight, bias, eps, y, y.buffer.count)
+    lowering.call("layer_norm", (x.width, x.stride, y.stride), *arguments, out=[y])
 
 
 def _gated_activation(lowering: Lowering, node: ir.Node) -> None:
     gate, up = (lowering.view(value) for value in node.inputs)
     y = lowering.output(node.outputs[0], gate.width)
-    activation = _CPP_ACTIVATIONS[node.attributes["activation"].as_string()]
+    activation = CPP_ACTIVATIONS[node.attributes["activation"].as_string()]
     template = (gate.width, gate.stride, up.stride, y.stride, activation)
-    lowering.call("gated_activation", template, gate, up, y, y.buffer.rows, out=[y])
+    lowering.call("gated_activation", template, gate, up, y, y.buffer.count, out=[y])
 
 
 def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
@@ -203,27 +288,110 @@ def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
     assert source is not None
     assert index is not None
     rows = StepInput(str(index.name))
-    if source in lowering.views:
-        view = lowering.views[source]
+    if source in lowering.views or source in lowering.expressions:
+        view = lowering.view(source)
         assert view.stride == view.width, "rows are gathered from whole buffers"
         y = lowering.output(node.outputs[0], view.width)
         template: tuple[str | int, ...] = ("float", view.width, y.stride)
-        lowering.call("gather_rows", template, view, rows, y, y.buffer.rows, out=[y])
+        lowering.call("gather_rows", template, view, rows, y, y.buffer.count, out=[y])
         return
     weight = lowering.weight(source)
     y = lowering.output(node.outputs[0], weight.shape[1])
     template = (CPP_TYPES[weight.dtype], weight.shape[1], y.stride)
     tiled = weight.layout is Layout.TILES_OF_16
     kernel = "gather_tiled_rows" if tiled else "gather_rows"
-    lowering.call(kernel, template, weight, rows, y, y.buffer.rows, out=[y])
+    lowering.call(kernel, template, weight, rows, y, y.buffer.count, out=[y])
+
+
+def _moe_route(lowering: Lowering, node: ir.Node) -> None:
+    logits = lowering.view(node.inputs[0])
+    top_k = node.attributes["top_k"].as_int()
+    experts = lowering.output(node.outputs[0], top_k, dtype="int32")
+    weights = lowering.output(node.outputs[1], top_k)
+    scoring = _CPP_SCORINGS[node.attributes["scoring"].as_string()]
+    normalise = "true" if node.attributes["normalise"].as_int() else "false"
+    template = (logits.width, top_k, scoring, normalise, logits.stride)
+    arguments = (logits, experts, weights, weights.buffer.count)
+    lowering.call("moe_route", template, *arguments, out=[experts, weights])
+
+
+def _moe_experts(lowering: Lowering, node: ir.Node) -> None:
+    """Slots are (token, expert) pairs in the order of their experts: tokens are copied to their
+    slots, every expert runs on its own run of slots, and slots are added up to tokens."""
+    x, experts, weights = (lowering.view(value) for value in node.inputs[:3])
+    gate_up, down = (lowering.weight(value) for value in node.inputs[3:5])
+    count, width, hidden = gate_up.shape
+    top_k, size = experts.width, width // 2
+    out, tokens = node.outputs[0], x.buffer.rows
+
+    def slots(purpose: str, columns: int, dtype: str = "fp32") -> View:
+        return lowering.scratch(out, purpose, tokens, columns, rows_each=top_k, dtype=dtype)
+
+    starts = lowering.scratch(out, "starts", Rows.ONE, count + 1, dtype="int32")
+    rows_of, slot_of = slots("rows_of", 1, "int32"), slots("slot_of", 1, "int32")
+    sorting = (experts, starts, rows_of, slot_of, experts.buffer.count)
+    lowering.call("moe_sort", (count, top_k), *sorting, out=[starts, rows_of, slot_of])
+    gathered, pair = slots("gathered", hidden), slots("gate_up", width)
+    every_slot = gathered.buffer.count
+    gathering = (x, rows_of, gathered, every_slot)
+    lowering.call("moe_gather", (hidden, x.stride), *gathering, out=[gathered])
+    cpp_type = CPP_TYPES[gate_up.dtype]
+    template = (cpp_type, count, width, hidden)
+    lowering.call("moe_linear", template, gathered, gate_up, None, starts, pair, out=[pair])
+    activated, results = slots("activated", size), slots("results", hidden)
+    gate, up = View(pair.buffer, 0, size), View(pair.buffer, size, size)
+    activation = CPP_ACTIVATIONS[node.attributes["activation"].as_string()]
+    template = (size, width, width, size, activation)
+    lowering.call("gated_activation", template, gate, up, activated, every_slot, out=[activated])
+    template = (cpp_type, count, hidden, size)
+    lowering.call("moe_linear", template, activated, down, None, starts, results, out=[results])
+    y = lowering.output(out, hidden)
+    combining = (results, slot_of, weights, y, y.buffer.count)
+    lowering.call("moe_combine", (hidden, top_k, y.stride), *combining, out=[y])
+
+
+def _elementwise(lowering: Lowering, node: ir.Node) -> None:
+    operation = _ELEMENTWISE.get(node.op_type) or (
+        f"{CPP_ACTIVATIONS[node.attributes['kind'].as_string()]}::apply"
+    )
+    operands = [_scalar(value) for value in node.inputs]
+    parts = tuple(
+        lowering.operand(value) if scalar is None else scalar
+        for scalar, value in zip(operands, node.inputs, strict=True)
+    )
+    width = max(part.width for part in parts if not isinstance(part, float))
+    lowering.expressions[node.outputs[0]] = Expression(operation, parts, width)
+    if len(node.outputs[0].uses()) != 1:
+        lowering.view(node.outputs[0])  # several readers: computed once, here
+
+
+def _scalar(value: ir.Value | None) -> float | None:
+    """The number that a Constant node makes, None for any other value."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "Constant":
+        return None
+    (attribute,) = node.attributes.values()
+    if attribute.type == ir.AttributeType.TENSOR:
+        return float(attribute.as_tensor().numpy().reshape(()))
+    return attribute.as_float()
 
 
 def _constant(lowering: Lowering, node: ir.Node) -> None:
-    """Only the sizes of a split, which the split's outputs carry as shapes."""
-    users = {user.op_type for user, _ in node.outputs[0].uses()}
-    if users != {"Split"}:
-        raise BuildError(f"the cpu target has no implementation of a Constant read by {users}")
+    """No work: whoever reads a constant reads it at compile time."""
+    readers = {user.op_type for user, _ in node.outputs[0].uses()}
+    unable = readers - {"Split", *_ELEMENTWISE}
+    if unable:
+        raise BuildError(f"the cpu target has no implementation of a Constant read by {unable}")
 
+
+_ELEMENTWISE = {
+    "Add": "Add",
+    "Sub": "Sub",
+    "Mul": "Mul",
+    "Div": "Div",
+    "Tanh": "Tanh::apply",
+    "Sigmoid": "Sigmoid::apply",
+}
 
 _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
     ("", "Constant"): _constant,
@@ -235,7 +403,14 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
     (DOMAIN, "rope_kv_write"): _rope_kv_write,
     (DOMAIN, "paged_attention"): _paged_attention,
     (DOMAIN, "gated_activation"): _gated_activation,
+    (DOMAIN, "activation"): _elementwise,
+    (DOMAIN, "layer_norm"): _layer_norm,
+    (DOMAIN, "switched_rope_table"): _switched_rope_table,
+    (DOMAIN, "dynamic_rope_table"): _dynamic_rope_table,
+    (DOMAIN, "moe_route"): _moe_route,
+    (DOMAIN, "moe_experts"): _moe_experts,
     (DOMAIN, "gather_rows"): _gather_rows,
+    **{("", operation): _elementwise for operation in _ELEMENTWISE},
 }
 
 

@@ -45,8 +45,8 @@ def plan_arena(plan: StepPlan, limits: Limits) -> ArenaPlan:
 
 def size_bytes(buffer: Buffer, limits: Limits) -> int:
     """Bytes of a buffer in the largest step, rounded up to the alignment."""
-    rows = {Rows.TOKENS: limits.max_step_tokens, Rows.LOGIT_ROWS: limits.max_step_tokens}
-    size = 4 * rows[buffer.rows] * buffer.width
+    rows = 1 if buffer.rows is Rows.ONE else limits.max_step_tokens
+    size = 4 * rows * buffer.rows_each * buffer.width
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -23,10 +23,10 @@ _SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 def packed_bytes(weight: PackedWeight) -> int:
     """Bytes of a weight in the file, padding included."""
-    rows = weight.shape[0]
+    items = math.prod(weight.shape)
     if weight.layout is Layout.TILES_OF_16:
-        rows = -(-rows // TILE_ROWS) * TILE_ROWS
-    items = rows * math.prod(weight.shape[1:])
+        *experts, rows, columns = weight.shape
+        items = math.prod(experts) * -(-rows // TILE_ROWS) * TILE_ROWS * columns
     size = items * NUMPY_DTYPES[weight.dtype].itemsize
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -43,22 +43,26 @@ def weight_offsets(plan: StepPlan) -> dict[str, int]:
 
 def pack(weight: PackedWeight, values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
     """The weight's values in its layout and padded, in parts, so that no second whole exists."""
-    if weight.layout is Layout.TILES_OF_16:
-        rows, columns = values.shape
-        tile_bytes = TILE_ROWS * columns * values.itemsize
-        part_rows = TILE_ROWS * max(1, PART_BYTES // tile_bytes)
+    written = 0
+    for part in _tiles(values) if weight.layout is Layout.TILES_OF_16 else [values]:
+        yield part
+        written += part.nbytes
+    yield np.zeros(packed_bytes(weight) - written, np.uint8)
+
+
+def _tiles(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+    """Tiles of 16 rows, columns outermost within each; a stack's matrices one after the other."""
+    *_, rows, columns = values.shape
+    tile_bytes = TILE_ROWS * columns * values.itemsize
+    part_rows = max(1, PART_BYTES // tile_bytes) * TILE_ROWS
+    for matrix in values.reshape(-1, rows, columns):
         for begin in range(0, rows, part_rows):
-            part = values[begin : begin + part_rows]
+            part = matrix[begin : begin + part_rows]
             tiles = -(-len(part) // TILE_ROWS)
             padded = np.zeros((tiles * TILE_ROWS, columns), values.dtype)
             padded[: len(part)] = part
             tiled = padded.reshape(tiles, TILE_ROWS, columns).transpose(0, 2, 1)
             yield np.ascontiguousarray(tiled)
-        written = -(-rows // TILE_ROWS) * TILE_ROWS * columns * values.itemsize
-    else:
-        yield values
-        written = values.nbytes
-    yield np.zeros(packed_bytes(weight) - written, np.uint8)
 
 
 def write_weights(

@@ -5,19 +5,36 @@ from enum import Enum
 
 
 class Rows(Enum):
-    """How many rows a buffer has in a step."""
+    """What the number of a buffer's rows goes with."""
 
     TOKENS = "T"
     LOGIT_ROWS = "R"
+    ONE = "1"
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """An fp32 activation [rows, width], row-major. `name` is the graph value's."""
+    """An activation [rows * rows_each, width], row-major, of 4-byte items. `name` is the graph
+    value's. rows_each: 1, or the experts of a token."""
 
     name: str
     rows: Rows
     width: int
+    rows_each: int = 1
+    dtype: str = "fp32"  # or "int32"
+
+    @property
+    def count(self) -> "Count":
+        """Its number of rows."""
+        return Count(self.rows, self.rows_each)
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number of rows as a kernel's argument."""
+
+    rows: Rows
+    rows_each: int = 1
 
 
 @dataclass(frozen=True)
@@ -34,11 +51,27 @@ class View:
         return self.buffer.width
 
 
+@dataclass(frozen=True)
+class Expression:
+    """An elementwise computation over views of equal rows. operation: an operator, or a function
+    or activation of the kernels; a view one column wide is broadcast over the row."""
+
+    operation: str
+    operands: tuple["Expression | View | float", ...]
+    width: int
+
+    @property
+    def buffers(self) -> set[Buffer]:
+        parts = [operand for operand in self.operands if not isinstance(operand, float)]
+        own = {part.buffer for part in parts if isinstance(part, View)}
+        return own.union(*(part.buffers for part in parts if isinstance(part, Expression)))
+
+
 class Layout(Enum):
     """How a weight lies in the engine's weights file."""
 
     ROWS = "rows"  # as in the checkpoint, row-major
-    TILES_OF_16 = "tiles_of_16"  # [ceil(N / 16)][K][16], padded with zero rows
+    TILES_OF_16 = "tiles_of_16"  # [ceil(N / 16)][K][16], padded with zero rows; experts in turn
 
 
 @dataclass(frozen=True)
@@ -71,7 +104,7 @@ class Batch:
     """The whole ragged batch, for kernels that walk sequences."""
 
 
-Argument = View | PackedWeight | StepInput | Pool | Batch | Rows | float | int | None
+Argument = View | Expression | PackedWeight | StepInput | Pool | Batch | Count | float | int | None
 
 
 @dataclass(frozen=True)
@@ -87,8 +120,13 @@ class Call:
     @property
     def buffers(self) -> set[Buffer]:
         """Every buffer that the call touches."""
-        views = {argument.buffer for argument in self.arguments if isinstance(argument, View)}
-        return views | set(self.writes)
+        found = set(self.writes)
+        for argument in self.arguments:
+            if isinstance(argument, View):
+                found.add(argument.buffer)
+            elif isinstance(argument, Expression):
+                found |= argument.buffers
+        return found
 
 
 @dataclass(frozen=True)
