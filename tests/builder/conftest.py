@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.models.config import DecoderConfig, RopeConfig
+from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 
 # No two sizes are equal, and head_dim isn't hidden_size / num_heads.
 SMALL = {
@@ -23,11 +23,13 @@ SMALL = {
     "num_heads": 6,
     "num_kv_heads": 2,
     "head_dim": 4,
-    "norm_eps": 1e-5,
-    "rope": RopeConfig("default", 1e4),
+    "norm": NormConfig(1e-5),
+    "ropes": (RopeConfig("default", 1e4, 4),),
+    "layer_ropes": (0, 0),
+    "attention_scale": 0.5,
     "max_position": 64,
     "tie_embeddings": False,
-    "qk_norm": False,
+    "qk_norm": "",
     "qkv_bias": False,
     "o_bias": False,
     "mlp_bias": False,
