@@ -115,8 +115,8 @@ def _decoder(checkpoint: Checkpoint) -> Decoder:
     weights = ModelWeights(checkpoint, family, config)
     decoder = Decoder(config, torch.float32)
     state = {name: torch.from_numpy(weights.read(name)) for name in weights.names}
-    inv_freq = torch.from_numpy(inverse_frequencies(config.rope, config.head_dim))
-    decoder.load_state_dict(state | {"inv_freq": inv_freq})
+    inv_freq = torch.from_numpy(inverse_frequencies(config.ropes[0]))
+    decoder.load_state_dict(state | {"ropes.0.inv_freq": inv_freq})
     return decoder
 
 

@@ -1,11 +1,12 @@
 """Config translation: against transformers' own reading, and of configs as published."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from llmbuild.builder.models.config import DecoderConfig, RopeConfig
+from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.models.families import FAMILIES, family_of
 from llmbuild.errors import ModelError
 
@@ -188,11 +189,11 @@ def translate(raw: dict[str, Any]) -> DecoderConfig:
 
 
 def rope(theta: float) -> RopeConfig:
-    return RopeConfig("default", theta)
+    return RopeConfig("default", theta, 0)
 
 
-LLAMA31_ROPE = RopeConfig("llama3", 500000.0, 8.0, 1.0, 4.0, 8192)
-LLAMA32_ROPE = RopeConfig("llama3", 500000.0, 32.0, 1.0, 4.0, 8192)
+LLAMA31_ROPE = RopeConfig("llama3", 500000.0, 0, 8.0, 1.0, 4.0, 8192)
+LLAMA32_ROPE = RopeConfig("llama3", 500000.0, 0, 32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +229,13 @@ def test_published_configs_translate(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=heads[2],
-        norm_eps=raw["rms_norm_eps"],
-        rope=expected_rope,
+        norm=NormConfig(raw["rms_norm_eps"]),
+        ropes=(dataclasses.replace(expected_rope, rotary_dim=heads[2]),),
+        layer_ropes=(0,) * raw["num_hidden_layers"],
+        attention_scale=heads[2] ** -0.5,
         max_position=raw["max_position_embeddings"],
         tie_embeddings=tied,
-        qk_norm=family == "qwen3",
+        qk_norm="head" if family == "qwen3" else "",
         qkv_bias=family == "qwen2",
         o_bias=False,
         mlp_bias=False,
@@ -278,10 +281,10 @@ def test_saved_config_means_what_the_model_does(
     assert ours.kv_size == attention.k_proj.out_features
     assert ours.head_dim == attention.head_dim
     assert ours.num_heads == ours.num_kv_heads * attention.num_key_value_groups
-    assert ours.norm_eps == model.model.norm.variance_epsilon
+    assert ours.norm.eps == model.model.norm.variance_epsilon
     assert ours.max_position == 32
     assert ours.tie_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert ours.qk_norm == hasattr(attention, "q_norm")
+    assert (ours.qk_norm == "head") == hasattr(attention, "q_norm")
     assert ours.qkv_bias == (attention.v_proj.bias is not None)
     assert ours.o_bias == (attention.o_proj.bias is not None)
     assert ours.mlp_bias == (mlp.down_proj.bias is not None)
@@ -330,12 +333,12 @@ def test_unknown_keys_are_all_named(family: Any, hf_model: Callable[..., Any]) -
         (LLAMA2_7B, {"hidden_size": 4097}, "hidden_size is 4097; allowed is a multiple"),
         (LLAMA2_7B, {"head_dim": 63}, "head_dim is 63; allowed is an even number"),
         (LLAMA2_7B, {"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0; allowed is a finite number"),
-        (LLAMA2_7B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed is 'silu'"),
+        (LLAMA2_7B, {"hidden_act": "mish"}, "hidden_act is 'mish'; allowed is 'silu'"),
         (LLAMA2_7B, {"tie_word_embeddings": None}, "tie_word_embeddings is None; allowed is true"),
         (LLAMA2_7B, {"attention_bias": 1}, "attention_bias is 1; allowed is true or false"),
         (LLAMA2_7B, {"rope_interleaved": True}, "rope_interleaved is True; allowed is False"),
         (LLAMA2_7B, {"is_encoder_decoder": 0}, "is_encoder_decoder is 0; allowed is False"),
-        (LLAMA2_7B, {"rope_scaling": {"type": "yarn"}}, "rope_scaling.type is 'yarn'; allowed"),
+        (LLAMA2_7B, {"rope_scaling": {"type": "mrope"}}, "rope_scaling.type is 'mrope'; allowed"),
         (MISTRAL_V01, {"sliding_window": 0}, "sliding_window is 0; allowed is an integer of at"),
         (MISTRAL_V01, {"layer_types": ["full_attention"] * 32}, "layer_types"),
         (QWEN2_7B_INSTRUCT, {"attention_bias": False}, "attention_bias is False; allowed is True"),

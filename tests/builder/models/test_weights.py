@@ -9,9 +9,10 @@ import pytest
 from gguf import MODEL_ARCH, get_tensor_name_map
 
 from llmbuild.builder.checkpoint import open_checkpoint
-from llmbuild.builder.models.config import DecoderConfig, RopeConfig
+from llmbuild.builder.models.canonical import expected_tensors
+from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.models.families import FAMILIES, Family, family_of
-from llmbuild.builder.models.weights import ModelWeights, expected_tensors
+from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.errors import CheckpointError
 
 VARIANTS = [
@@ -166,11 +167,13 @@ def test_expected_shapes_follow_the_config_record(bias: bool) -> None:
         num_heads=3,
         num_kv_heads=1,
         head_dim=4,
-        norm_eps=1e-5,
-        rope=RopeConfig("default", 1e4),
+        norm=NormConfig(1e-5),
+        ropes=(RopeConfig("default", 1e4, 4),),
+        layer_ropes=(0,),
+        attention_scale=0.5,
         max_position=8,
         tie_embeddings=True,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         o_bias=False,
         mlp_bias=False,
@@ -178,9 +181,9 @@ def test_expected_shapes_follow_the_config_record(bias: bool) -> None:
     )
     shapes = expected_tensors(config)
     biases = {name: shape for name, shape in shapes.items() if name.endswith(".bias")}
-    per_head = {"layers.0.q_proj.bias": (12,), "layers.0.k_proj.bias": (4,)}
-    assert biases == ((per_head | {"layers.0.v_proj.bias": (4,)}) if bias else {})
-    assert shapes["layers.0.o_proj.weight"] == (6, 12)
-    assert shapes["layers.0.q_norm.weight"] == (4,)
-    assert shapes["layers.0.down_proj.weight"] == (6, 7)
+    per_head = {"layers.0.attention.q_proj.bias": (12,), "layers.0.attention.k_proj.bias": (4,)}
+    assert biases == ((per_head | {"layers.0.attention.v_proj.bias": (4,)}) if bias else {})
+    assert shapes["layers.0.attention.o_proj.weight"] == (6, 12)
+    assert shapes["layers.0.attention.q_norm.weight"] == (4,)
+    assert shapes["layers.0.mlp.down_proj.weight"] == (6, 7)
     assert len(shapes) == 2 + 11 + len(biases)

@@ -35,9 +35,7 @@ def _theirs(model: Any, tokens: list[int]) -> np.ndarray:
     cache, logits = None, []
     for start, stop in STEPS:
         with torch.no_grad():
-            out = model(
-                torch.tensor([tokens[start:stop]]), past_key_values=cache, use_cache=True
-            )
+            out = model(torch.tensor([tokens[start:stop]]), past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         logits.append(out.logits[0].float().numpy())
     return np.concatenate(logits)
