@@ -1,6 +1,7 @@
 """The build report: what the engine weighs, reads and computes, and what the build took."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -9,7 +10,7 @@ from string import Template
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.stages import peak_rss_bytes
 from llmbuild.builder.targets.cpu.pack import packed_bytes
-from llmbuild.builder.targets.cpu.plan import Layout, StepPlan
+from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
 from llmbuild.runtime.manifest import Manifest
 
 _CONTEXTS = (128, 2048, 8192)
@@ -74,14 +75,15 @@ def make_report(
 
 def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> list[DecodeStep]:
     """Bytes and operations of a decode step at several context lengths."""
-    matrices = [weight for weight in plan.weights if _is_read_whole(weight.layout)]
-    macs = sum(weight.shape[0] * weight.shape[1] for weight in matrices)
+    matrices = [weight for weight in plan.weights if _is_read(weight.layout)]
+    weight_bytes = sum(_read_of(weight, packed_bytes(weight), config) for weight in matrices)
+    macs = sum(_read_of(weight, math.prod(weight.shape), config) for weight in matrices)
     attention_macs = 2 * config.num_heads * config.head_dim * config.num_layers
     longest = manifest.limits.max_sequence_length
     return [
         DecodeStep(
             context_tokens=context,
-            weight_bytes=sum(map(packed_bytes, matrices)),
+            weight_bytes=weight_bytes,
             kv_bytes=context * manifest.kv.block_bytes // manifest.kv.block_size,
             operations=2 * (macs + attention_macs * context),
         )
@@ -89,9 +91,18 @@ def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> 
     ]
 
 
-def _is_read_whole(layout: Layout) -> bool:
+def _is_read(layout: Layout) -> bool:
     """Only an untied embedding and small vectors lie in rows; of the former a step reads a row."""
     return layout is Layout.TILES_OF_16
+
+
+def _read_of(weight: PackedWeight, size: int, config: DecoderConfig) -> int:
+    """What a token reads of a matrix, the whole, or of a stack of experts, those it is routed to.
+    size: the weight's, in any unit."""
+    if len(weight.shape) < 3:
+        return size
+    assert config.moe is not None
+    return size * config.moe.top_k // config.moe.num_experts
 
 
 def write_report(report: Report, root: Path) -> None:

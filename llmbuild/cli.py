@@ -8,6 +8,7 @@ import click
 
 from llmbuild.builder.compile_cli import compile_command
 from llmbuild.builder.fetch_cli import fetch_command
+from llmbuild.builder.models.models_cli import models_command
 from llmbuild.errors import InternalError, UserError
 from llmbuild.quant.evaluate_cli import eval_group
 from llmbuild.runtime.generate_cli import generate_command
@@ -29,6 +30,7 @@ for _command in (
     generate_command,
     eval_group,
     fetch_command,
+    models_command,
 ):
     cli.add_command(_command)
 

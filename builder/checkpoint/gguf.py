@@ -14,9 +14,8 @@ from llmbuild.builder.checkpoint.base import TensorInfo
 from llmbuild.builder.checkpoint.files import read_bytes
 from llmbuild.builder.checkpoint.gguf_config import gguf_config
 from llmbuild.builder.checkpoint.gguf_file import GgufTensor, read_gguf
+from llmbuild.builder.checkpoint.gguf_rope import ROPE_TENSORS
 from llmbuild.errors import CheckpointError
-
-ROPE_FREQS = "rope_freqs.weight"
 
 _PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
@@ -29,8 +28,8 @@ _ELEMENTS_PER_READ = 1 << 18  # 1 MB as float32; dequantising takes a few times 
 class GgufCheckpoint:
     """A GGUF model. Of its metadata only the translated config is kept.
 
-    The rotary divisors of a llama3 scaling (tensor rope_freqs.weight) become part of the config
-    and aren't among `tensors`. Raises CheckpointError as read_gguf and gguf_config do.
+    The rotary divisors that are stored as tensors (ROPE_TENSORS) become part of the config and
+    aren't among `tensors`. Raises CheckpointError as read_gguf and gguf_config do.
     """
 
     format = "gguf"
@@ -43,7 +42,7 @@ class GgufCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(tensor.shape, tensor.type.name)
             for name, tensor in file.tensors.items()
-            if name != ROPE_FREQS
+            if name not in ROPE_TENSORS
         }
         try:
             self.config: dict[str, Any] = gguf_config(file.metadata, self.tensors, rope_factors)
@@ -58,11 +57,12 @@ class GgufCheckpoint:
         data = read_bytes(self._path, tensor.offset, tensor.num_bytes)
         return data.view(plain).reshape(tensor.shape)
 
-    def _read_rope_factors(self) -> list[float] | None:
-        if ROPE_FREQS not in self._stored:
-            return None
-        factors: list[float] = self.read(ROPE_FREQS).astype(np.float32).ravel().tolist()
-        return factors
+    def _read_rope_factors(self) -> dict[str, list[float]]:
+        return {
+            name: self.read(name).astype(np.float32).ravel().tolist()
+            for name in ROPE_TENSORS
+            if name in self._stored
+        }
 
 
 def _read_quantised(path: Path, tensor: GgufTensor) -> NDArray[np.float32]:

@@ -6,7 +6,6 @@ scores.
 """
 
 from collections.abc import Iterable, Mapping
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from llmbuild.builder.checkpoint.base import TokenizerFiles
 from llmbuild.builder.checkpoint.gguf_file import read_gguf
 from llmbuild.builder.checkpoint.pretokenizers import PRETOKENIZERS
+from llmbuild.builder.checkpoint.sentencepiece_model import SPACE, PieceType, merges_from_scores
 from llmbuild.errors import CheckpointError
-
-_SPACE = "▁"  # SentencePiece's visible space
 
 # Control tokens that end a generation, known by their text: files name only one EOS, while chat
 # models end turns with another token. The list is the part of llama.cpp's for text models.
 _END_TEXTS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"),
     *("<|endoftext|>", "<|end_of_text|>"),
 )
-
-
-class _TokenType(IntEnum):
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
@@ -83,11 +72,11 @@ class _Vocabulary:
             raise CheckpointError(
                 f"tokenizer.ggml.tokens has tokens twice: {', '.join(map(repr, sorted(repeated)))}"
             )
-        self.types = [_TokenType.NORMAL] * len(self.tokens)
+        self.types = [PieceType.NORMAL] * len(self.tokens)
         if "tokenizer.ggml.token_type" in metadata:
             self.types = _list(metadata, "tokenizer.ggml.token_type", (int,), len(self.tokens))
 
-    def of_type(self, kind: _TokenType) -> list[str]:
+    def of_type(self, kind: PieceType) -> list[str]:
         return [
             token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ == kind
         ]
@@ -124,37 +113,22 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Toke
     unknown_id = _special_id(vocabulary, metadata, "unknown", 0)
     assert unknown_id is not None
     scores = _list(metadata, "tokenizer.ggml.scores", (float, int), len(vocabulary.tokens))
+    normal = [i for i, kind in enumerate(vocabulary.types) if kind == PieceType.NORMAL]
     tokenizer = _bpe(
         vocabulary,
-        _merges_from_scores(vocabulary, scores),
+        merges_from_scores({vocabulary.tokens[i]: scores[i] for i in normal}),
         unk_token=vocabulary.tokens[unknown_id],
         fuse_unk=True,
         byte_fallback=True,
     )
     adds_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
-    prefix = [normalizers.Prepend(_SPACE)] if adds_space else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    prefix = [normalizers.Prepend(SPACE)] if adds_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(content=" ", left=1, right=0)] if adds_space else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
-
-
-def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union has the best score. As a merge list: every
-    way to cut a normal token into two tokens, tokens by descending score. (Of two cuts of one
-    token SentencePiece takes the leftmost in the text, which no list can say; the cut with the
-    longer left part stands first.)"""
-    normal = [i for i, kind in enumerate(vocabulary.types) if kind == _TokenType.NORMAL]
-    joinable = {vocabulary.tokens[token_id] for token_id in normal}
-    best_first = sorted(normal, key=lambda token_id: -scores[token_id])
-    return [
-        (token[:cut], token[cut:])
-        for token in (vocabulary.tokens[token_id] for token_id in best_first)
-        for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in joinable and token[cut:] in joinable
-    ]
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
@@ -166,9 +140,9 @@ def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any)
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Marks the tokens that are found in the text before anything else, at their own ids."""
-    special = vocabulary.of_type(_TokenType.CONTROL) + vocabulary.of_type(_TokenType.UNKNOWN)
+    special = vocabulary.of_type(PieceType.CONTROL) + vocabulary.of_type(PieceType.UNKNOWN)
     tokenizer.add_special_tokens(_added(special, special=True))
-    user_defined = vocabulary.of_type(_TokenType.USER_DEFINED)
+    user_defined = vocabulary.of_type(PieceType.USER_DEFINED)
     tokenizer.add_tokens(_added(user_defined, special=False))
 
 
@@ -180,7 +154,7 @@ def _eos_ids(
     vocabulary: _Vocabulary, metadata: Mapping[str, Any], default: int | None
 ) -> tuple[int, ...]:
     """Every id that ends a generation; the one that the file calls EOS first."""
-    control = set(vocabulary.of_type(_TokenType.CONTROL))
+    control = set(vocabulary.of_type(PieceType.CONTROL))
     found = [
         _special_id(vocabulary, metadata, "eos", default),
         _special_id(vocabulary, metadata, "eot", None),

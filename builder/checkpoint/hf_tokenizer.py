@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from llmbuild.builder.checkpoint.base import TokenizerFiles
 from llmbuild.builder.checkpoint.files import read_json_object
+from llmbuild.builder.checkpoint.sentencepiece_model import convert_sentencepiece
 from llmbuild.errors import CheckpointError
 
 
@@ -19,11 +20,12 @@ def read_hf_tokenizer(directory: Path) -> TokenizerFiles:
     is what tokenizer.json itself starts texts with, else the tokenizer's bos_token, else as EOS.
     Raises CheckpointError for missing or malformed files, and for tokens that don't exist.
     """
-    tokenizer_json = _read_tokenizer_json(directory)
-    tokenizer = _load(directory, tokenizer_json)
     settings = _optional_json(directory / "tokenizer_config.json")
     generation = _optional_json(directory / "generation_config.json")
     config = _optional_json(directory / "config.json")
+    tokenizer_json = _read_tokenizer_json(directory, settings, config)
+    tokenizer = _load(directory, tokenizer_json)
+    settings = _optional_json(directory / "special_tokens_map.json") | settings
     prepended = _prepended_id(directory, tokenizer)
     add_bos = settings.get("add_bos_token")
     if add_bos is None:
@@ -52,16 +54,13 @@ def read_hf_tokenizer(directory: Path) -> TokenizerFiles:
     )
 
 
-def _read_tokenizer_json(directory: Path) -> str:
-    """The file's text; without truncation or padding, which would be applied to prompts."""
+def _read_tokenizer_json(directory: Path, settings: dict[str, Any], config: dict[str, Any]) -> str:
+    """The file's text, or the text for a directory that has tokenizer.model instead; without
+    truncation or padding, which would be applied to prompts."""
     path = directory / "tokenizer.json"
     if not path.exists():
         if (directory / "tokenizer.model").exists():
-            raise CheckpointError(
-                f"{directory} has its tokenizer as tokenizer.model alone, which is not yet "
-                "supported; save the tokenizer with tokenizer.json (save_pretrained of "
-                "transformers' fast tokenizer writes it)"
-            )
+            return convert_sentencepiece(directory, settings, str(config.get("model_type")))
         raise CheckpointError(f"{path} is missing")
     content = read_json_object(path)
     if content.get("truncation") is None and content.get("padding") is None:

@@ -14,13 +14,20 @@ CARRIES_NOTHING = frozenset(
         *("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"),
         *("_attn_implementation_autoset", "transformers.js_config", "tokenizer_class"),
         *("unsloth_fixed", "unsloth_version"),
+        "auto_map",  # code beside the file, which is never run: the architecture is judged by name
         # training, and how transformers runs the model
         *("initializer_range", "attention_dropout", "neftune_noise_alpha", "use_cache"),
         *("output_attentions", "output_hidden_states", "return_dict", "torchscript"),
         *("chunk_size_feed_forward", "use_bfloat16"),
+        *("attention_probs_dropout_prob", "hidden_dropout_prob", "hidden_dropout"),
+        *("residual_dropout", "embedding_dropout", "embed_dropout", "classifier_dropout"),
+        *("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+        *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
         "pretraining_tp",  # split the matrix products of old transformers, whatever the value
         # classification heads, which a causal LM lacks
         *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
+        *("_num_labels", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+        *("summary_type", "summary_use_proj"),
         # token ids and generation defaults: generation_config.json and the tokenizer rule them
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "prefix"),
         *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
@@ -64,9 +71,9 @@ class ConfigReader:
             self.refuse(key, value, f"an integer of at least {minimum}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """An int of at least 1; None when the key is absent or null."""
-        return None if self._take(key) is None else self.integer(key)
+    def optional_integer(self, key: str, minimum: int = 1) -> int | None:
+        """An int of at least `minimum`; None when the key is absent or null."""
+        return None if self._take(key) is None else self.integer(key, minimum)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0; `default` when the key is absent, required without one."""
@@ -86,6 +93,15 @@ class ConfigReader:
         if not isinstance(value, list):
             self.refuse(key, value, "a list of numbers above 0")
         return tuple(self._positive(f"{key}[{i}]", item) for i, item in enumerate(value))
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of ints from 0 on; empty when the key is absent or null."""
+        value = self._take(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
+            self.refuse(key, value, "a list of integers of at least 0")
+        return tuple(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._take(key) if key in self else default
@@ -110,6 +126,10 @@ class ConfigReader:
         if not isinstance(value, list) or any(item not in allowed for item in value):
             self.refuse(key, value, f"a list of {' or '.join(map(repr, allowed))}")
         return tuple(value)
+
+    def ignore(self, *keys: str) -> None:
+        """Take keys of which no value changes what this family computes."""
+        self._taken.update(keys)
 
     def only(self, key: str, allowed: bool | float | str) -> None:
         """Accept a key that may be absent, or present with this one value."""

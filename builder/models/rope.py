@@ -199,16 +199,21 @@ _ALIASES = {"su": "longrope"}  # as early Phi-3 configs spell it
 
 
 def read_rope(
-    reader: ConfigReader, head_dim: int, *, default_theta: float = DEFAULT_THETA
+    reader: ConfigReader,
+    head_dim: int,
+    *,
+    default_theta: float = DEFAULT_THETA,
+    default_part: float = 1.0,
 ) -> RopeConfig:
     """RoPE of either spelling: rope_theta beside rope_scaling (with `type` or `rope_type`), or
-    transformers 5's rope_parameters. Raises ModelError for unknown kinds and keys."""
+    transformers 5's rope_parameters. default_part: of a head that turns, where the config doesn't
+    say. Raises ModelError for unknown kinds and keys."""
     old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
     if old and new:
         reader.fail("has both rope_scaling and rope_parameters; keep one")
     original = reader.optional_integer("original_max_position_embeddings")
     outer_theta = reader.number("rope_theta", default_theta)
-    outer_part = reader.number("partial_rotary_factor", 1.0)
+    outer_part = reader.number("partial_rotary_factor", default_part)
     section = old or new
     if section is None:
         section = ConfigReader({}, reader.family)

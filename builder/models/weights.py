@@ -4,7 +4,7 @@ time."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from llmbuild.builder.checkpoint import Checkpoint
 
 
+class _Prefixed:
+    """A checkpoint with `prefix` put before its tensors' names."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.config, self.format = checkpoint.config, checkpoint.format
+        self.tensors = {prefix + name: info for name, info in checkpoint.tensors.items()}
+        self._checkpoint, self._prefix = checkpoint, prefix
+
+    def read(self, name: str) -> Tensor:
+        return self._checkpoint.read(name.removeprefix(self._prefix))
+
+
 class ModelWeights:
     """The weights of a model by canonical name, read one at a time.
 
@@ -34,9 +46,12 @@ class ModelWeights:
 
     def __init__(self, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
         self.names: Mapping[str, Shape] = expected_tensors(config)
+        self._gguf = gguf = checkpoint.format == "gguf"
+        prefix = family.bare_prefix
+        if not gguf and not any(name.startswith(prefix) for name in checkpoint.tensors):
+            checkpoint = _Prefixed(checkpoint, prefix)
         self._checkpoint = checkpoint
         self._config = config
-        gguf = checkpoint.format == "gguf"
         self._sources = family.gguf_names if gguf else family.hf_names
         self._interleaved = config.rope_interleaved or (gguf and family.gguf_permuted_qk)
         self._plus_one = config.norm.plus_one and not (gguf and family.gguf_adds_one)
@@ -66,28 +81,38 @@ class ModelWeights:
 
     def _assemble(self, name: str) -> Tensor:
         source, layer = self._source(name)
-        read = self._checkpoint.read
+        read, shape = self._checkpoint.read, self.names[name]
         match source:
             case str():
-                return read(source.format(l=layer))
+                return read(source.format(l=layer)).reshape(shape)
             case Part():
                 return source.take(read(source.template.format(l=layer)), self._config)
             case Experts():
-                stack = np.empty(self.names[name], self._dtype(source.templates[0], layer))
-                for expert in range(len(stack)):
-                    row = 0
-                    for template in source.templates:
-                        part = read(template.format(l=layer, e=expert))
-                        stack[expert, row : row + len(part)] = part
-                        row += len(part)
-                return stack
+                parts: list[tuple[int | slice, int, str]] = [
+                    (expert, place, template.format(l=layer, e=expert))
+                    for expert in range(shape[0])
+                    for place, template in enumerate(source.templates)
+                ]
+                return self._stack(shape, parts)
+            case StackedExperts(templates=(template,)):
+                return read(template.format(l=layer)).reshape(shape)
             case StackedExperts():
-                parts = [read(template.format(l=layer)) for template in source.templates]
-                return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+                names = [template.format(l=layer) for template in source.templates]
+                return self._stack(shape, [(slice(None), *part) for part in enumerate(names)])
 
-    def _dtype(self, template: str, layer: str) -> np.dtype[np.generic]:
-        """The type that experts' matrices are read in: that of the first."""
-        return self._checkpoint.read(template.format(l=layer, e=0)).dtype
+    def _stack(self, shape: Shape, parts: Sequence[tuple[int | slice, int, str]]) -> Tensor:
+        """A stack of experts made of parts: experts, place and stored tensor, which holds those
+        experts' rows at that place, in rows of its own height. One is held beside the stack."""
+        checkpoint, stack = self._checkpoint, np.empty(0)
+        mixed = len({checkpoint.tensors[name].dtype for _, _, name in parts}) > 1
+        for experts, place, name in parts:
+            part = checkpoint.read(name)
+            if not stack.size:
+                stack = np.empty(shape, np.float32 if mixed else part.dtype)
+            rows = part.shape[-2]
+            stack[experts, place * rows : (place + 1) * rows] = part
+            del part
+        return stack
 
     def _stored_shapes(self, name: str) -> dict[str, Shape]:
         """Every stored tensor that a canonical one is made of, with the shape it must have."""
@@ -126,6 +151,10 @@ class ModelWeights:
             )
         return {head}
 
+    def _fits(self, stored: Shape, shape: Shape) -> bool:
+        """GGUF files may leave a first dimension of 1 out."""
+        return stored == shape or (self._gguf and (1, *stored) == shape)
+
     def _check(self, droppable: set[str]) -> None:
         stored = self._checkpoint.tensors
         sources: dict[str, Shape] = {}
@@ -136,7 +165,7 @@ class ModelWeights:
         wrong = [
             f"{name}: shape is {stored[name].shape}, the config calls for {shape}"
             for name, shape in sources.items()
-            if name in stored and stored[name].shape != shape
+            if name in stored and not self._fits(stored[name].shape, shape)
         ]
         faults = (("missing", missing), ("not part of the model", leftover), ("misshapen", wrong))
         if any(names for _, names in faults):

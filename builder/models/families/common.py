@@ -1,12 +1,23 @@
 """What Llama-shaped families share: names of weights, and the keys all their configs have."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.models.config_reader import CARRIES_NOTHING, ConfigReader
-from llmbuild.builder.models.rope import DEFAULT_THETA, read_rope
+from llmbuild.builder.models.rope import (
+    DEFAULT_THETA,
+    RopeContext,
+    read_rope,
+    read_section,
+    rotary_dim,
+)
 
-_MODULES = {  # canonical name inside a layer -> Hugging Face name, GGUF name
+# Canonical name inside a layer -> Hugging Face name, GGUF name. post_attention_layernorm is two
+# things: Llama's norm before the MLP, and after attention where there are norms after.
+from llmbuild.errors import ModelError
+
+_MODULES = {
     "attn_norm": ("input_layernorm", "attn_norm"),
     "attention.q_proj": ("self_attn.q_proj", "attn_q"),
     "attention.k_proj": ("self_attn.k_proj", "attn_k"),
@@ -15,6 +26,8 @@ _MODULES = {  # canonical name inside a layer -> Hugging Face name, GGUF name
     "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
     "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
     "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "attn_post_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "mlp_post_norm": ("post_feedforward_layernorm", "post_ffw_norm"),
     "mlp.gate_proj": ("mlp.gate_proj", "ffn_gate"),
     "mlp.up_proj": ("mlp.up_proj", "ffn_up"),
     "mlp.down_proj": ("mlp.down_proj", "ffn_down"),
@@ -23,6 +36,7 @@ _MODULES = {  # canonical name inside a layer -> Hugging Face name, GGUF name
 HF_NAMES = {
     "embed.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
+    "final_norm.bias": "model.norm.bias",
     "lm_head.weight": "lm_head.weight",
 } | {
     f"layers.{{l}}.{module}.{part}": f"model.layers.{{l}}.{hf}.{part}"
@@ -33,6 +47,7 @@ HF_NAMES = {
 GGUF_NAMES = {
     "embed.weight": "token_embd.weight",
     "final_norm.weight": "output_norm.weight",
+    "final_norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
 } | {
     f"layers.{{l}}.{module}.{part}": f"blk.{{l}}.{gguf}.{part}"
@@ -108,10 +123,22 @@ def read_decoder(
 def _reach(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
     """Positions that a model is good for: max_position_embeddings, but dynamic scaling, which
     begins there, goes on to `factor` times that."""
-    return max(
-        int(max_position * rope.factor) if rope.kind == "dynamic" else max_position
-        for rope in ropes
-    )
+    reaches = (int(max_position * rope.factor) for rope in ropes if rope.kind == "dynamic")
+    return max(reaches, default=max_position)
+
+
+def respell(raw: dict[str, Any], family: str, spellings: dict[str, str]) -> dict[str, Any]:
+    """The config with each key of `spellings` renamed to the usual one that it stands for. Both
+    may be there, as aliases of transformers, if they agree. Raises ModelError."""
+    config = dict(raw)
+    for key in spellings.keys() & raw.keys():
+        value, usual = config.pop(key), spellings[key]
+        if config.setdefault(usual, value) != value:
+            raise ModelError(
+                f"{family} config: {key} is {value!r}, but {usual}, which means the same, is "
+                f"{config[usual]!r}; keep one."
+            )
+    return config
 
 
 def read_activation(reader: ConfigReader, key: str = "hidden_act") -> str:
@@ -137,6 +164,50 @@ def read_heads(reader: ConfigReader) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
+def read_layer_types(reader: ConfigReader, default: Sequence[str]) -> tuple[str, ...]:
+    """layer_types, FULL or SLIDING for each layer; `default` when it is absent or null."""
+    types = reader.texts("layer_types", (FULL, SLIDING))
+    num_layers = reader.integer("num_hidden_layers")
+    if types is None:
+        types = tuple(default)
+    if len(types) != num_layers:
+        reader.refuse("layer_types", types, f"a list of {num_layers}, one for each layer")
+    return types
+
+
+def windows_of(reader: ConfigReader, types: Sequence[str]) -> tuple[int, ...]:
+    """sliding_window for the layers that slide, 0 for the others."""
+    window = reader.optional_integer("sliding_window", minimum=0) or 0
+    if SLIDING in types and not window:
+        reader.refuse("sliding_window", None, "a number of tokens, as there are layers that slide")
+    return tuple(window if kind == SLIDING else 0 for kind in types)
+
+
+def read_ropes_by_type(
+    reader: ConfigReader, head_dim: int, thetas: Mapping[str, float]
+) -> dict[str, RopeConfig]:
+    """The RoPE of each kind of layer: rope_parameters holds a section for each, while rope_scaling
+    is for full attention alone. thetas: of each kind, where its section has none. Raises
+    ModelError."""
+    nested, scaling = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if nested and scaling:
+        reader.fail("has both rope_scaling and rope_parameters; keep one")
+    ropes = {}
+    for kind, theta in thetas.items():
+        section = nested.section(kind) if nested else scaling if kind == FULL else None
+        section = section or ConfigReader({}, reader.family)
+        context = RopeContext(
+            theta=section.number("rope_theta", theta),
+            rotary_dim=rotary_dim(section, head_dim, 1.0),
+            max_position=reader.integer("max_position_embeddings"),
+            original_max_position=None,
+        )
+        ropes[kind] = read_section(section, context)
+    if nested:
+        nested.finish()
+    return ropes
+
+
 def read_windows_by_layer(reader: ConfigReader) -> tuple[int, ...]:
     """Windows in the Qwen spelling: with use_sliding_window, layers from max_window_layers on
     slide, unless layer_types says which do."""
@@ -144,17 +215,24 @@ def read_windows_by_layer(reader: ConfigReader) -> tuple[int, ...]:
     slides = reader.boolean("use_sliding_window", False)
     if slides:
         reader.require("sliding_window", "max_window_layers")
-    window = reader.optional_integer("sliding_window") or 0
-    if slides and not window:
-        reader.refuse("sliding_window", None, "a number of tokens, as use_sliding_window is true")
     first = num_layers
     if "max_window_layers" in reader:
         first = reader.integer("max_window_layers", minimum=0)
-    types = reader.texts("layer_types", (FULL, SLIDING))
-    if types is None:
-        types = tuple(SLIDING if slides and i >= first else FULL for i in range(num_layers))
-    if len(types) != num_layers:
-        reader.refuse("layer_types", types, f"a list of {num_layers}, one for each layer")
+    default = [SLIDING if slides and i >= first else FULL for i in range(num_layers)]
+    types = read_layer_types(reader, default)
     if SLIDING in types and not slides:
         reader.refuse("layer_types", types, f"{FULL} alone, as use_sliding_window is false")
-    return tuple(window if kind == SLIDING else 0 for kind in types)
+    return windows_of(reader, types)
+
+
+def read_windows_by_pattern(reader: ConfigReader, default: int) -> tuple[int, ...]:
+    """Windows in the Gemma spelling: every sliding_window_pattern-th layer (`default` when unset)
+    attends to all and the others slide, unless layer_types says which do."""
+    reader.ignore("cache_implementation")  # how transformers keeps such layers' keys
+    pattern = reader.optional_integer("sliding_window_pattern") or default
+    noted = reader.optional_integer("_sliding_window_pattern")  # beside layer_types, from exports
+    num_layers = reader.integer("num_hidden_layers")
+    types = [FULL if layer % pattern == 0 else SLIDING for layer in range(1, num_layers + 1)]
+    if noted not in (None, pattern) and "layer_types" not in reader:
+        reader.refuse("_sliding_window_pattern", noted, f"{pattern}, or layer_types beside it")
+    return windows_of(reader, read_layer_types(reader, types))

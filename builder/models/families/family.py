@@ -50,6 +50,8 @@ class Family:
     ignored: checkpoint templates that carry nothing.
     gguf_permuted_qk: GGUF files of the family keep rows of Q and K in interleaved rotary order.
     gguf_adds_one: GGUF files of the family hold 1 + w where the Hugging Face ones hold w.
+    bare_prefix: begins the names of hf_names, and checkpoints of the model without its head leave
+    it out.
     """
 
     name: str
@@ -60,3 +62,4 @@ class Family:
     ignored: tuple[str, ...]
     gguf_permuted_qk: bool = False
     gguf_adds_one: bool = False
+    bare_prefix: str = ""

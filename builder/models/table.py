@@ -1,0 +1,88 @@
+"""The table of model families, made from their code: what each covers, and the features of the
+decoder that its translation sets."""
+
+import ast
+import dataclasses
+import inspect
+import sys
+from types import ModuleType
+
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.families import FAMILIES, Family
+
+# Fields of the config record that are features, as a reader of the table knows them.
+FEATURES = {
+    "activation": "its own activation",
+    "attention_scale": "attention multiplier",
+    "attention_soft_cap": "attention soft cap",
+    "embed_scale": "embedding multiplier",
+    "gated_mlp": "plain MLP",
+    "layer_ropes": "RoPE by layer",
+    "learned_positions": "learned positions",
+    "logit_scale": "logit multiplier",
+    "logit_soft_cap": "logit soft cap",
+    "mlp_bias": "MLP bias",
+    "moe": "mixture of experts",
+    "norm": "its own norm",
+    "o_bias": "output bias",
+    "parallel_residual": "parallel residual",
+    "post_norm": "post-norms",
+    "qk_norm": "QK-norm",
+    "qkv_bias": "QKV bias",
+    "residual_scale": "residual multiplier",
+    "rope_interleaved": "interleaved RoPE",
+    "windows": "sliding windows",
+}
+_SHARED = "common"  # the module of what every family reads; its keywords are no one's feature
+_PACKAGE = "llmbuild.builder.models.families"
+
+
+def rows() -> list[tuple[str, str, str, str]]:
+    """For each family: its name, what it covers, its features, the formats it is read from."""
+    return [
+        (
+            family.name,
+            _covers(module_of(family)),
+            ", ".join(FEATURES[field] for field in features(family)) or "-",
+            "safetensors, GGUF" if family.gguf_names else "safetensors",
+        )
+        for family in sorted(FAMILIES, key=lambda family: family.name)
+    ]
+
+
+def features(family: Family) -> list[str]:
+    """The features that a family's translation can set, sorted: every keyword with the name of
+    one in its module, and in the sibling modules whose readers it calls."""
+    known = {field.name for field in dataclasses.fields(DecoderConfig)} & FEATURES.keys()
+    return sorted(known & _keywords(module_of(family), set()))
+
+
+def _keywords(module: ModuleType, seen: set[str]) -> set[str]:
+    seen.add(module.__name__)
+    tree = ast.parse(inspect.getsource(module))
+    found = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(_PACKAGE):
+            continue
+        sibling = sys.modules[str(node.module)]
+        calls_its_reader = any(alias.name.startswith("read_") for alias in node.names)
+        if calls_its_reader and sibling.__name__ not in {*seen, f"{_PACKAGE}.{_SHARED}"}:
+            found |= _keywords(sibling, seen)
+    return found
+
+
+def _covers(module: ModuleType) -> str:
+    """The first sentence of a family module's docstring, up to its colon: the models."""
+    text = " ".join((module.__doc__ or "").split())
+    return text.split(":")[0].rstrip(".")
+
+
+def module_of(family: Family) -> ModuleType:
+    return sys.modules[family.translate.__module__]
+
+
+def markdown() -> str:
+    """The table as Markdown, for docs/models.md."""
+    head = ("family", "models", "features", "formats")
+    lines = [head, tuple("---" for _ in head), *rows()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
