@@ -1,20 +1,14 @@
 // y = act(gate) * up, the elementwise middle of a gated MLP.
 #pragma once
 
+#include "../common/activation.h"
 #include "../common/dtype.h"
 #include "../common/team.h"
 
 namespace llmbuild {
 
-// x / (1 + e^-x)
-struct Silu {
-  static LLMBUILD_INLINE f32x16 apply(f32x16 x) {
-    const f32x16 one = splat(1.0f);
-    return x / (one + exp(splat(0.0f) - x));
-  }
-};
-
-// gate, up, y: [rows, N] with row strides LDG, LDU, LDY; y may be gate or up.
+// ACT: a type of common/activation.h. gate, up, y: [rows, N] with row strides LDG, LDU, LDY; y may
+// be gate or up.
 template <int N, int LDG, int LDU, int LDY, class ACT>
 void gated_activation(const Worker& worker, const float* gate, const float* up, float* y,
                       int rows) {

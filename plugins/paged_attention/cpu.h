@@ -1,4 +1,5 @@
-// Attention of a ragged batch over a paged KV cache (MHA, GQA, MQA; causal; sliding window).
+// Attention of a ragged batch over a paged KV cache (MHA, GQA, MQA; causal; sliding window;
+// soft-capped scores; attention sinks).
 //
 // A unit of work is a few consecutive tokens of one sequence and one KV head. It walks the keys in
 // groups of 16 positions, counted from position 0, and keeps one online softmax per query row, so
@@ -13,6 +14,7 @@
 #include "../common/dtype.h"
 #include "../common/step.h"
 #include "../common/team.h"
+#include "../common/vec_math.h"
 
 namespace llmbuild {
 
@@ -117,29 +119,38 @@ inline void add_values(const float* weights, const float* corrections, const flo
   }
 }
 
+// What of the softmax is the same for every query of a call.
+struct Scoring {
+  float scale;
+  int window;
+  float soft_cap;
+  const float* sinks;
+};
+
 // A unit: up to TOKENS tokens of one sequence, the GROUP query heads of one KV head. Query rows are
 // ordered by token, then head.
-template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDO>
+template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDO, bool SOFT_CAP, bool SINKS>
 class AttentionUnit {
  public:
   static constexpr int GROUP = H / HKV;
   static constexpr int TOKENS = GROUP >= 32 ? 1 : 32 / GROUP;
 
+  explicit AttentionUnit(const Scoring& scoring) : scoring_(scoring) {}
+
   // q, out: the unit's first token and head. positions: of its `tokens` tokens.
   void run(const float* q, const KV* k_pool, const KV* v_pool, const int32_t* block_table,
-           const int32_t* positions, int tokens, int head, float scale, int window, float* out) {
+           const int32_t* positions, int tokens, int head, float* out) {
     const int rows = tokens * GROUP;
     for (int r = 0; r < rows; ++r) {
       std::memcpy(q_ + r * D, q + int64_t(r / GROUP) * LDQ + r % GROUP * D, D * sizeof(float));
-      maximum_[r] = -std::numeric_limits<float>::infinity();
-      store(total_ + r * kLanes, splat(0.0f));
+      start_softmax(r, head * GROUP + r % GROUP);
       for (int c = 0; c < CHUNKS; ++c) store(sums_ + r * STRIDE + c * kLanes, splat(0.0f));
     }
-    const int first = first_key(positions[0], window), end = positions[tokens - 1] + 1;
+    const int first = first_key(positions[0], scoring_.window), end = positions[tokens - 1] + 1;
     for (int start = first / kLanes * kLanes; start < end; start += kLanes) {
       group_.read(k_pool, v_pool, block_table, head, start, std::max(start, first),
                   std::min(start + kLanes, end));
-      visit(start, positions, tokens, scale, window);
+      visit(start, positions, tokens);
     }
     for (int r = 0; r < rows; ++r) {
       const f32x16 norm = splat(lane_sum(load(total_ + r * kLanes)));
@@ -160,12 +171,24 @@ class AttentionUnit {
   static constexpr int CHUNKS = kChunks<D>;
   static constexpr int STRIDE = CHUNKS * kLanes;
 
+  // Row r has seen nothing, or its head's sink alone: a logit that weighs no value.
+  void start_softmax(int r, int query_head) {
+    float* total = total_ + r * kLanes;
+    store(total, splat(0.0f));
+    maximum_[r] = -std::numeric_limits<float>::infinity();
+    if constexpr (SINKS) {
+      maximum_[r] = scoring_.sinks[query_head];
+      total[0] = 1.0f;
+    }
+  }
+
   // One key group for all tokens that see any of it: a contiguous run of the unit's tokens.
-  void visit(int start, const int32_t* positions, int tokens, float scale, int window) {
+  void visit(int start, const int32_t* positions, int tokens) {
+    const int window = scoring_.window;
     int begin = 0, end = tokens;
     while (positions[begin] < start) ++begin;
     while (first_key(positions[end - 1], window) >= start + kLanes) --end;
-    score<kScoreRows / UNIT * UNIT>(begin * GROUP, end * GROUP, scale);
+    score<kScoreRows / UNIT * UNIT>(begin * GROUP, end * GROUP);
     for (int token = begin; token < end; ++token) {
       const int first_lane = std::max(0, first_key(positions[token], window) - start);
       const int end_lane = std::min(kLanes, positions[token] + 1 - start);
@@ -178,18 +201,22 @@ class AttentionUnit {
   }
 
   template <int COUNT>
-  void score(int row, int rows, float scale) {
+  void score(int row, int rows) {
     for (; row + COUNT <= rows; row += COUNT) {
-      score_rows<COUNT, D>(q_ + row * D, group_.keys, scale, weights_ + row * kLanes);
+      score_rows<COUNT, D>(q_ + row * D, group_.keys, scoring_.scale, weights_ + row * kLanes);
     }
     constexpr int NEXT = COUNT / UNIT / 2 * UNIT;
-    if constexpr (NEXT > 0) score<NEXT>(row, rows, scale);
+    if constexpr (NEXT > 0) score<NEXT>(row, rows);
   }
 
   // Online softmax: turns row r's scores of this group into weights, lanes outside
   // [first_lane, end_lane) into zeros, and notes how earlier sums shrink.
   void weigh(int r, int first_lane, int end_lane) {
     float* scores = weights_ + r * kLanes;
+    if constexpr (SOFT_CAP) {
+      const f32x16 cap = splat(scoring_.soft_cap);
+      store(scores, cap * tanh(load(scores) / cap));
+    }
     const float masked = -std::numeric_limits<float>::infinity();
     for (int j = 0; j < first_lane; ++j) scores[j] = masked;
     for (int j = end_lane; j < kLanes; ++j) scores[j] = masked;
@@ -224,6 +251,7 @@ class AttentionUnit {
                              sums_ + row * STRIDE + chunk * kLanes);
   }
 
+  const Scoring scoring_;
   KeyGroup<KV, HKV, D, BS> group_;
   alignas(64) float q_[ROWS * D];
   alignas(64) float weights_[ROWS * kLanes];  // scores first, then weights
@@ -235,14 +263,19 @@ class AttentionUnit {
 
 // out[t, h] = softmax(scale q[t, h] . K) V over keys [max(0, p - window + 1), p] of the token's
 // sequence (from 0 when window is 0), p = positions[t]. Head h uses KV head h / (H / HKV).
+// SOFT_CAP: every score s becomes soft_cap tanh(s / soft_cap). SINKS: sinks[H] are further logits,
+// one a query head, in the softmax's denominator alone.
 // q, out: [T, H, D] with row strides LDQ, LDO. k_pool, v_pool: [blocks, HKV, BS, D], float or bf16.
 // Workers take contiguous runs of units of about equal work.
 // Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
-template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDO>
+template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDO, bool SOFT_CAP = false,
+          bool SINKS = false>
 void paged_attention(const Worker& worker, const Step& step, const float* q, const KV* k_pool,
-                     const KV* v_pool, float scale, int window, float* out) {
+                     const KV* v_pool, float scale, int window, float* out, float soft_cap = 0,
+                     const float* sinks = nullptr) {
   static_assert(D % 2 == 0 && H % HKV == 0);
-  using Unit = AttentionUnit<KV, H, HKV, D, BS, LDQ, LDO>;
+  using Unit = AttentionUnit<KV, H, HKV, D, BS, LDQ, LDO, SOFT_CAP, SINKS>;
+  static_assert(sizeof(Unit) <= 512 * 1024, "a unit lies on its worker's stack");
   // Calls visit(sequence, head, first token, tokens, work) for every unit, in a fixed order.
   const auto for_each_unit = [&](auto visit) {
     for (int s = 0; s < step.num_sequences; ++s) {
@@ -260,7 +293,7 @@ void paged_attention(const Worker& worker, const Step& step, const float* q, con
   };
   int64_t total = 0, done = 0;
   for_each_unit([&](int, int, int, int, int64_t work) { total += work; });
-  Unit unit;
+  Unit unit(Scoring{scale, window, soft_cap, sinks});
   for_each_unit([&](int s, int head, int token, int tokens, int64_t work) {
     // A unit belongs to the worker whose share of the work holds the unit's middle.
     const int64_t middle = done + work / 2;
@@ -268,7 +301,7 @@ void paged_attention(const Worker& worker, const Step& step, const float* q, con
     if (middle * worker.count / total != worker.id) return;
     const int64_t column = int64_t(head) * Unit::GROUP * D;
     unit.run(q + int64_t(token) * LDQ + column, k_pool, v_pool, step.block_table(s),
-             step.positions + token, tokens, head, scale, window,
+             step.positions + token, tokens, head,
              out + int64_t(token) * LDO + column);
   });
 }

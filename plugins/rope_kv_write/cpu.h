@@ -8,13 +8,13 @@
 
 namespace llmbuild {
 
-// Rotates the halves of x[D] by table[D] (D/2 cosines, then D/2 sines), after RMSNorm with `norm`
-// when QK_NORM. With h = D/2: y[i] = x[i] cos[i] - x[i + h] sin[i], y[i + h] = x[i + h] cos[i] +
-// x[i] sin[i].
-template <int D, bool QK_NORM>
+// Rotates the halves of x[0:ROT] by table[ROT] (ROT/2 cosines, then ROT/2 sines), after RMSNorm of
+// x[D] with `norm` when QK_NORM. With h = ROT/2: y[i] = x[i] cos[i] - x[i + h] sin[i], y[i + h] =
+// x[i + h] cos[i] + x[i] sin[i]. The rest of x stays as it is.
+template <int D, bool QK_NORM, int ROT>
 inline void rotate_head(const float* x, const float* norm, float eps, const float* table,
                         float* y) {
-  constexpr int HALF = D / 2;
+  constexpr int HALF = ROT / 2;
   float normed[D];
   if constexpr (QK_NORM) {
     rms_norm_row<D>(x, norm, eps, normed);
@@ -26,30 +26,33 @@ inline void rotate_head(const float* x, const float* norm, float eps, const floa
     store_chunk<HALF>(y, i, first * cosine - second * sine);
     store_chunk<HALF>(y + HALF, i, second * cosine + first * sine);
   }
+  if constexpr (ROT < D) std::memcpy(y + ROT, x + ROT, (D - ROT) * sizeof(float));
 }
 
 // For every token: heads of q rotated into q_out, heads of k rotated into k_pool, heads of v copied
 // into v_pool. q: [T, H, D] with row stride LDQ; k, v: [T, HKV, D] with row strides LDK, LDV.
-// table: [T, D] of rope_table. q_norm, k_norm: [D], unused unless QK_NORM. q_out: [T, H, D].
-// k_pool, v_pool: [blocks, HKV, BS, D]; a token's slot follows from its sequence's block table.
-template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDK, int LDV, int LDO, bool QK_NORM>
+// table: [T, ROT] of rope_table, null when ROT is 0 (nothing turns). q_norm, k_norm: [D], unused
+// unless QK_NORM. q_out: [T, H, D]. k_pool, v_pool: [blocks, HKV, BS, D]; a token's slot follows
+// from its sequence's block table.
+template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDK, int LDV, int LDO, bool QK_NORM,
+          int ROT = D>
 void rope_kv_write(const Worker& worker, const Step& step, const float* q, const float* k,
                    const float* v, const float* table, const float* q_norm, const float* k_norm,
                    float eps, KV* k_pool, KV* v_pool, float* q_out) {
-  static_assert(D % 2 == 0 && H % HKV == 0);
+  static_assert(H % HKV == 0 && 0 <= ROT && ROT <= D && ROT % 2 == 0);
   constexpr int GROUP = H / HKV;
   const Range units = split(step.num_tokens * HKV, worker);
   int sequence = 0;
   for (int unit = units.begin; unit < units.end; ++unit) {
     const int64_t token = unit / HKV;
     const int head = unit % HKV;
-    const float* angles = table + token * D;
+    const float* angles = table + token * ROT;
     for (int h = head * GROUP; h < (head + 1) * GROUP; ++h) {
-      rotate_head<D, QK_NORM>(q + token * LDQ + h * D, q_norm, eps, angles,
-                              q_out + token * LDO + h * D);
+      rotate_head<D, QK_NORM, ROT>(q + token * LDQ + h * D, q_norm, eps, angles,
+                                   q_out + token * LDO + h * D);
     }
     float key[D];
-    rotate_head<D, QK_NORM>(k + token * LDK + head * D, k_norm, eps, angles, key);
+    rotate_head<D, QK_NORM, ROT>(k + token * LDK + head * D, k_norm, eps, angles, key);
     const float* value = v + token * LDV + head * D;
     sequence = step.sequence_of(int(token), sequence);
     const int64_t slot =
