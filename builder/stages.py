@@ -1,9 +1,9 @@
 """The stages of a build: timed, and shown as they pass."""
 
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from llmbuild.builder.sources.progress import Progress
 
@@ -24,5 +24,9 @@ class Stages:
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The largest resident memory of this process so far. Not getrusage's ru_maxrss: that starts
+    at what the process held that started this one."""
+    status = Path("/proc/self/status").read_text()
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")
+    )

@@ -181,10 +181,10 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def run_llmbuild() -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def run_llmbuild() -> Callable[..., subprocess.CompletedProcess[str]]:
     """run_llmbuild(*arguments, **environment): the command in a process of its own."""
 
-    def run(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":
+    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "llmbuild", *map(str, arguments)],
             env=os.environ | environment,
@@ -200,7 +200,7 @@ def run_llmbuild() -> Callable[..., "subprocess.CompletedProcess[str]"]:
 def tiny_engine(
     tmp_path_factory: pytest.TempPathFactory,
     save_tiny_llama: Callable[..., Path],
-    run_llmbuild: Callable[..., "subprocess.CompletedProcess[str]"],
+    run_llmbuild: Callable[..., subprocess.CompletedProcess[str]],
 ) -> Path:
     """A tiny model of bytes, compiled with an empty cache; tests leave it as it is. Beside it lie
     its recipe.yaml, the compile's output in compile.log, and the cache."""

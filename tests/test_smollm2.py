@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmbuild import LLM, SamplingParams
+from llmbuild import LLM, Completion, SamplingParams
 from llmbuild.builder.compile import compile
 
 pytestmark = pytest.mark.slow
 
-RunLlmbuild = Callable[..., "subprocess.CompletedProcess[str]"]
+RunLlmbuild = Callable[..., subprocess.CompletedProcess[str]]
 
 CONTEXT = 512
 MAX_TOKENS = 64
@@ -34,15 +34,12 @@ PROMPTS = [
     "To make bread you need flour, water,",
     "Le chat est assis sur",
     "SELECT name, age FROM people WHERE",
-    "A photon is",
     'She opened the old book and read aloud: "',
-    "The opposite of hot is",
     "Die Würde des Menschen ist",
     "import numpy as np\n\nx = np.linspace(0, 1, 11)\n",
-    "Shakespeare wrote",
-    "Roses are red,\nviolets are blue,\n",
     "x",
 ]
+GENESIS_CHARACTERS = [101, 229, 350, 613]  # whose lengths make the 20 prompts differ more
 QUESTION = "Explain in a few sentences why the sky is blue."
 
 
@@ -77,76 +74,81 @@ def fp32_model(gguf: Path) -> Any:
     ).eval()
 
 
-def greedy(model: Any, prompt_ids: list[int], count: int) -> list[int]:
-    """The next `count` tokens by transformers, one forward a token, EOS being a token like any."""
-    tokens, past = torch.tensor([prompt_ids]), None
-    generated: list[int] = []
+def greedy_choices(model: Any, prompt_ids: list[int], answer_ids: list[int]) -> list[int]:
+    """The likeliest token by transformers at each place of an answer, given what stands before.
+
+    They are the answer if and only if the answer is the greedy one, by induction from its start.
+    """
+    tokens = torch.tensor([[*prompt_ids, *answer_ids[:-1]]])
     with torch.no_grad():
-        for _ in range(count):
-            out = model(tokens, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            generated.append(int(out.logits[0, -1].argmax()))
-            tokens = torch.tensor([generated[-1:]])
-    return generated
+        logits = model(tokens).logits[0, len(prompt_ids) - 1 :]
+    choices: list[int] = logits.argmax(dim=-1).tolist()
+    return choices
 
 
 @pytest.fixture(scope="session")
-def prompt_ids(tokenizer: Any) -> list[list[int]]:
-    return [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in PROMPTS]
+def prompts(checkout: Path) -> list[str]:
+    text = (checkout / "tests" / "data" / "genesis.txt").read_text()
+    return PROMPTS + [text[:length] for length in GENESIS_CHARACTERS]
 
 
 @pytest.fixture(scope="session")
-def expected(fp32_model: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
-    return [greedy(fp32_model, ids, MAX_TOKENS) for ids in prompt_ids]
+def answers_alone(fp32_engine: Path, prompts: list[str]) -> list[Completion]:
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    with LLM(fp32_engine) as llm:
+        return [llm.generate(prompt, params) for prompt in prompts]
 
 
 def test_prompts_have_the_tokens_of_transformers(
-    fp32_engine: Path, prompt_ids: list[list[int]]
+    tokenizer: Any, prompts: list[str], answers_alone: list[Completion]
 ) -> None:
-    with LLM(fp32_engine) as llm:
-        completions = llm.generate(PROMPTS, SamplingParams(max_tokens=1))
-    assert [list(c.prompt_token_ids) for c in completions] == prompt_ids
+    assert len(prompts) == 20
+    for prompt, answer in zip(prompts, answers_alone, strict=True):
+        expected = tokenizer(prompt, add_special_tokens=False).input_ids
+        assert list(answer.prompt_token_ids) == expected
 
 
 def test_greedy_tokens_equal_transformers_alone(
-    fp32_engine: Path, prompt_ids: list[list[int]], expected: list[list[int]]
+    fp32_model: Any, answers_alone: list[Completion]
 ) -> None:
-    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-    with LLM(fp32_engine) as llm:
-        got = [list(llm.generate(ids, params).token_ids) for ids in prompt_ids]
-    assert got == expected
+    for answer in answers_alone:
+        got = list(answer.token_ids)
+        assert len(got) == MAX_TOKENS
+        assert got == greedy_choices(fp32_model, list(answer.prompt_token_ids), got)
 
 
 def test_greedy_tokens_equal_transformers_together_under_preemption(
-    fp32_engine: Path, prompt_ids: list[list[int]], expected: list[list[int]]
+    fp32_engine: Path, fp32_model: Any, prompts: list[str]
 ) -> None:
-    """20 sequences of 65 to 82 tokens would take 5 or 6 blocks of 16 each; the pool has 41."""
-    lengths = [MAX_TOKENS - 3 * index for index in range(len(PROMPTS))]
+    """The prompts take 1 to 10 blocks of 16 tokens and each answer up to 4 more; the pool has 24,
+    and chunks of 7 tokens begin and end anywhere in a block."""
+    lengths = [MAX_TOKENS - 2 * index for index in range(len(prompts))]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
-    with LLM(fp32_engine, num_blocks=42, chunk_tokens=7) as llm:
-        completions = llm.generate(prompt_ids, params)
+    with LLM(fp32_engine, num_blocks=25, chunk_tokens=7) as llm:
+        answers = llm.generate(prompts, params)
         llm.check()
-    got = [list(completion.token_ids) for completion in completions]
-    assert got == [tokens[:n] for tokens, n in zip(expected, lengths, strict=True)]
-    assert sum(completion.num_preemptions for completion in completions) > 0
+    assert [len(answer.token_ids) for answer in answers] == lengths
+    for answer in answers:
+        got = list(answer.token_ids)
+        assert got == greedy_choices(fp32_model, list(answer.prompt_token_ids), got)
+    assert sum(answer.num_preemptions for answer in answers) > 0
 
 
 def test_chat_answer_is_the_greedy_answer_of_transformers(
     fp32_engine: Path, fp32_model: Any, tokenizer: Any, run_llmbuild: RunLlmbuild
 ) -> None:
-    prompt = tokenizer.apply_chat_template(
+    prompt_ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
     )
-    answer = greedy(fp32_model, prompt, MAX_TOKENS)
     done = run_llmbuild(
         "generate", fp32_engine, QUESTION, "--chat", "--max-tokens", MAX_TOKENS, "--json"
     )
-    completion = json.loads(done.stdout)
-    assert completion["prompt_token_ids"] == prompt
-    ended = completion["finish_reason"] == "eos"
-    assert completion["token_ids"] == answer[: len(completion["token_ids"])]
-    assert len(completion["token_ids"]) == MAX_TOKENS or ended
-    assert "sky" in completion["text"].lower()
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["prompt_token_ids"] == prompt_ids
+    assert answer["token_ids"] == greedy_choices(fp32_model, prompt_ids, answer["token_ids"])
+    assert len(answer["token_ids"]) == MAX_TOKENS or answer["finish_reason"] == "eos"
+    assert "sky" in answer["text"].lower()
 
 
 def test_bf16_perplexity_is_that_of_transformers(
@@ -160,6 +162,7 @@ def test_bf16_perplexity_is_that_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
     ).eval()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     ids = tokenizer(text.read_text(), add_special_tokens=False).input_ids
     want, windows = perplexity(model, ids)
     print(f"\nperplexity: {got['perplexity']:.4f}, transformers' {want:.4f}")

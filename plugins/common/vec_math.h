@@ -36,8 +36,8 @@ LLMBUILD_INLINE V sigmoid(V x) {
   return one / (one + exp(splat<V>(0.0f) - x));
 }
 
-// With x >= 0, and the sign put back: up to 0.625, x + x^3 P(x^2) with the minimax P (error 4e-9); above, 1 - 2 / (e^2x + 1),
-// where the difference cancels nothing.
+// Of |x|, and the sign put back. Up to 0.625, x + x^3 P(x^2) with a minimax P (error 4e-9); above,
+// 1 - 2 / (e^2x + 1), where the difference cancels nothing.
 LLMBUILD_INLINE NativeF32 tanh(NativeF32 x) {
   constexpr float kSmall[] = {-0.3333328393f, 0.1333149129f, -0.05374349786f, 0.02065058607f,
                               -0.005717043352f};
@@ -52,13 +52,14 @@ LLMBUILD_INLINE Pair<V> tanh(Pair<V> x) {
   return {tanh(x.lo), tanh(x.hi)};
 }
 
-// With x >= 0, and the sign put back: up to 1, x + x P(x^2); above, 1 - e^Q(x) with Q near ln erfc,
-// cut off at 4, where erf rounds to 1. P and Q are minimax (errors of the result 1.2e-9 and 1.0e-9).
+// Of |x|, and the sign put back. Up to 1, x + x P(x^2); above, 1 - e^Q(x) with Q near ln erfc, cut
+// off at 4, where erf rounds to 1. P and Q are minimax (errors of the result 1.2e-9 and 1.0e-9).
 LLMBUILD_INLINE NativeF32 erf(NativeF32 x) {
-  constexpr float kSmall[] = {0.1283791659f,   -0.3761262714f, 0.1128360018f,  -0.02685444486f,
-                              0.005189535819f, -0.0008020845283f, 7.88913209e-5f};
-  constexpr float kLogErfc[] = {-0.0003537268421f, -1.127040004f,    -0.6382257343f,
-                                -0.1030373159f,    0.02180529133f,   -0.002939600097f,
+  constexpr float kSmall[] = {0.1283791659f,    -0.3761262714f,  0.1128360018f,
+                              -0.02685444486f,  0.005189535819f, -0.0008020845283f,
+                              7.88913209e-5f};
+  constexpr float kLogErfc[] = {-0.0003537268421f, -1.127040004f,  -0.6382257343f,
+                                -0.1030373159f,    0.02180529133f, -0.002939600097f,
                                 0.000185573223f};
   const NativeF32 one = splat<NativeF32>(1.0f), four = splat<NativeF32>(4.0f);
   const NativeF32 magnitude = absolute(x);

@@ -7,7 +7,8 @@
 
 namespace llmbuild {
 
-// ACT: a type of common/activation.h. gate, up, y: [rows, N] with row strides LDG, LDU, LDY; y may be gate or up.
+// ACT: a type of common/activation.h. gate, up, y: [rows, N] with row strides LDG, LDU, LDY; y may
+// be gate or up.
 template <int N, int LDG, int LDU, int LDY, class ACT>
 void gated_activation(const Worker& worker, const float* gate, const float* up, float* y,
                       int rows) {

@@ -90,11 +90,20 @@ struct Linear {
   }
 
   template <int ROWS, int TILES>
-  void run(Range column_tiles, int rows) const {
+  void tile_groups(Range column_tiles, int rows) const {
     int tile = column_tiles.begin;
     for (; tile + TILES <= column_tiles.end; tile += TILES) columns<ROWS, TILES>(rows, tile);
     if constexpr (TILES > 1) {
       for (; tile < column_tiles.end; ++tile) columns<ROWS, 1>(rows, tile);
+    }
+  }
+
+  // All rows of some column tiles.
+  void run(Range column_tiles, int rows) const {
+    if (rows == 1) {
+      tile_groups<1, kLinearTilesOneRow>(column_tiles, rows);
+    } else {
+      tile_groups<kLinearRows, kLinearTiles>(column_tiles, rows);
     }
   }
 };
@@ -106,12 +115,7 @@ template <class W, int N, int K, int LDX, int LDY>
 void linear(const Worker& worker, const float* x, const W* weight, const float* bias, float* y,
             int rows) {
   const Linear<W, N, K, LDX, LDY> shape{x, weight, bias, y};
-  const Range column_tiles = split(kChunks<N>, worker);
-  if (rows == 1) {
-    shape.template run<1, kLinearTilesOneRow>(column_tiles, rows);
-  } else {
-    shape.template run<kLinearRows, kLinearTiles>(column_tiles, rows);
-  }
+  shape.run(split(kChunks<N>, worker), rows);
 }
 
 }  // namespace llmbuild

@@ -43,7 +43,7 @@ struct ScoredExpert {
 };
 
 // The TOP_K highest scores of E to the front of `scored`, in descending order, NaN above all. Which
-// of equal scores wins follows from the algorithm: these are torch.topk's on a CPU (with libstdc++),
+// of equal scores wins follows from the algorithm; with libstdc++ these are torch.topk's on a CPU,
 // so that ties fall as in the reference.
 template <int E, int TOP_K>
 inline void select_top_k(ScoredExpert* scored) {

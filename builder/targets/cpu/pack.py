@@ -17,7 +17,7 @@ from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
 
 ALIGNMENT_BYTES = 64
 TILE_ROWS = 16
-PART_BYTES = 16 << 20
+PART_BYTES = 4 << 20
 _SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 

@@ -171,6 +171,8 @@ def test_saved_graph_is_valid_onnx_that_holds_no_data_and_nothing_of_this_machin
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     assert not model.graph.initializer
+    attributes = [attribute for node in model.graph.node for attribute in node.attribute]
+    assert onnx.AttributeProto.TENSOR not in {attribute.type for attribute in attributes}
     inputs = {value.name: value for value in model.graph.input}
     assert {*step.weights, *step.constants} < set(inputs)
     for name, weight in step.weights.items():
@@ -178,6 +180,5 @@ def test_saved_graph_is_valid_onnx_that_holds_no_data_and_nothing_of_this_machin
         assert tuple(sources.split()) == weight.sources
     assert (model.producer_name, model.producer_version) == ("llmbuild", __version__)
     content = path.read_bytes()
-    assert len(content) < 40_000
     assert not re.search(rb"torch|\.py|pkg\.|" + re.escape(str(checkout).encode()), content)
     assert step.graph.initializers.keys() == {*step.weights, *step.constants}  # as before saving

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
+import torch
 from kernel_harness import LEVELS, KernelCompiler, Library, bits
 
 WIDTHS = [1, 7, 17, 33, 576]
+OTHERS = ["Gelu", "GeluTanh", "Relu", "Relu2", "Sigmoid", "Tanh"]  # than Silu, at one width
 
 # gate and up are the two halves of one buffer, as a merged gate/up projection leaves them.
 SOURCE = '#include "gated_activation/cpu.h"\n' + "".join(
@@ -15,6 +17,16 @@ extern "C" void silu_{n}(int threads, const float* both, float* y, int rows) {{
 """
     for n in WIDTHS
 )
+SOURCE += "".join(
+    f"""
+extern "C" void gated_{activation}(int threads, const float* both, float* y, int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    gated_activation<33, 66, 66, 36, {activation}>(worker, both, both + 33, y, rows);
+  }});
+}}
+"""
+    for activation in OTHERS
+)
 
 
 @pytest.fixture(params=LEVELS)
@@ -22,10 +34,13 @@ def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library
     return compiler.library(SOURCE, request.param)
 
 
-def run(library: Library, both: np.ndarray, threads: int) -> np.ndarray:
+def run(
+    library: Library, both: np.ndarray, threads: int, activation: str | None = None
+) -> np.ndarray:
     rows, n = len(both), both.shape[1] // 2
     y = np.full((rows, n + 3), 7.0, np.float32)
-    library.call(f"silu_{n}", threads, both, y, rows)
+    name = f"gated_{activation}" if activation else f"silu_{n}"
+    library.call(name, threads, both, y, rows)
     assert (y[:, n:] == 7.0).all()
     return y[:, :n]
 
@@ -58,3 +73,54 @@ def test_activation_has_the_same_bits_in_any_batch_and_team(library: Library, n:
     for row in range(13):
         alone = run(library, both[row : row + 1].copy(), 2)
         np.testing.assert_array_equal(bits(alone), bits(together[row : row + 1]))
+
+
+def activated(name: str, gate: torch.Tensor) -> torch.Tensor:
+    functional = torch.nn.functional
+    match name:
+        case "Gelu":
+            return functional.gelu(gate)
+        case "GeluTanh":
+            return functional.gelu(gate, approximate="tanh")
+        case "Relu":
+            return functional.relu(gate)
+        case "Relu2":
+            return functional.relu(gate) ** 2
+        case "Sigmoid":
+            return torch.sigmoid(gate)
+    assert name == "Tanh"
+    return torch.tanh(gate)
+
+
+@pytest.mark.parametrize("activation", OTHERS)
+def test_every_other_activation_times_up_is_within_rounding_of_float64(
+    library: Library, activation: str
+) -> None:
+    both = np.random.default_rng(3).standard_normal((257, 66)).astype(np.float32)
+    both[:, :33] *= np.geomspace(1e-3, 30, 257)[:, None].astype(np.float32)
+    gate, up = both[:, :33].astype(np.float64), both[:, 33:].astype(np.float64)
+    expected = activated(activation, torch.from_numpy(gate)).numpy() * up
+    # GELU adds one to a function near -1, which leaves that one's rounding: 2^-24 |x| / 2 a step.
+    # GeluTanh's inner term, up to 9 there, is a few ulp off, which tanh turns into less than that.
+    atol = np.abs(gate * up) * 2.0**-23 if activation.startswith("Gelu") else 1e-37
+    result = run(library, both, 2, activation)
+    assert (np.abs(result - expected) <= 6 * 2.0**-23 * np.abs(expected) + atol).all()
+
+
+@pytest.mark.parametrize("activation", OTHERS)
+def test_other_activations_have_the_same_bits_in_any_batch_and_team(
+    library: Library, activation: str
+) -> None:
+    both = np.random.default_rng(4).standard_normal((13, 66)).astype(np.float32) * 3
+    together = run(library, both, 1, activation)
+    np.testing.assert_array_equal(bits(run(library, both, 3, activation)), bits(together))
+    alone = run(library, both[5:6].copy(), 2, activation)
+    np.testing.assert_array_equal(bits(alone), bits(together[5:6]))
+
+
+@pytest.mark.parametrize("activation", OTHERS)
+def test_a_nan_gate_stays_nan(library: Library, activation: str) -> None:
+    both = np.ones((1, 66), np.float32)
+    both[0, 20] = np.nan
+    y = run(library, both, 1, activation)
+    np.testing.assert_array_equal(np.isnan(y[0]), np.arange(33) == 20)

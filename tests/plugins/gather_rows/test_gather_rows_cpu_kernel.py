@@ -12,6 +12,12 @@ extern "C" void gather_{weight}_{n}(int threads, const {weight}* table, const in
     gather_rows<{weight}, {n}, {n + 3}>(worker, table, index, y, rows);
   }});
 }}
+extern "C" void gather_tiled_{weight}_{n}(int threads, const {weight}* table, const int32_t* index,
+                                          float* y, int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    gather_tiled_rows<{weight}, {n}, {n + 3}>(worker, table, index, y, rows);
+  }});
+}}
 """
     for weight in DTYPES
     for n in WIDTHS
@@ -36,4 +42,23 @@ def test_gathered_rows_are_the_indexed_rows_exactly(
         y = np.full((rows, n + 3), 7.0, np.float32)
         library.call(f"gather_{dtype}_{n}", threads, table, index, y, rows)
         np.testing.assert_array_equal(bits(y[:, :n]), bits(table[index].astype(np.float32)))
+        assert (y[:, n:] == 7.0).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", WIDTHS)
+def test_rows_gathered_from_tiles_are_the_indexed_rows_exactly(
+    library: Library, n: int, dtype: str, threads: int
+) -> None:
+    rng = np.random.default_rng(n)
+    table = rng.standard_normal((37, n)).astype(DTYPES[dtype])
+    padded = np.full((48, n), np.nan, DTYPES[dtype])
+    padded[:37] = table
+    tiles = np.ascontiguousarray(padded.reshape(3, 16, n).transpose(0, 2, 1))
+    for index in ([], [36], [0, 15, 16, 31, 32, 36, 16], rng.integers(0, 37, 13)):
+        y = np.full((len(index), n + 3), 7.0, np.float32)
+        chosen = np.array(index, np.int32)
+        library.call(f"gather_tiled_{dtype}_{n}", threads, tiles, chosen, y, len(index))
+        np.testing.assert_array_equal(bits(y[:, :n]), bits(table[chosen].astype(np.float32)))
         assert (y[:, n:] == 7.0).all()

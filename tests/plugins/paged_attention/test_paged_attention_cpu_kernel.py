@@ -10,6 +10,14 @@ from kernel_harness import DTYPES, LEVELS, KernelCompiler, Library, Step, bits, 
 SHAPES = [(1, 1, 2, 1), (6, 2, 6, 4), (9, 3, 64, 16), (4, 1, 20, 16), (5, 1, 128, 4), (3, 3, 36, 1)]
 PAD_Q, PAD_OUT = 4, 3
 
+# (shape, soft cap, sinks), among them the widest heads.
+VARIANTS = [
+    ((4, 2, 256, 16), False, False),
+    ((4, 2, 256, 16), True, False),
+    ((6, 2, 6, 4), True, True),
+    ((9, 3, 64, 16), False, True),
+]
+
 SOURCE = '#include "paged_attention/cpu.h"\n' + "".join(
     f"""
 extern "C" void attend_{kv}_{d}(int threads, Step* step, const float* q, const {kv}* k_pool,
@@ -23,6 +31,21 @@ extern "C" void attend_{kv}_{d}(int threads, Step* step, const float* q, const {
     for kv in DTYPES
     for h, hkv, d, bs in SHAPES
 )
+VARIANTS_SOURCE = '#include "paged_attention/cpu.h"\n' + "".join(
+    f"""
+extern "C" void attend_{kv}_{d}{"_capped" * cap}{"_sinks" * sink}(
+    int threads, Step* step, const float* q, const {kv}* k_pool, const {kv}* v_pool, float scale,
+    int window, float* out, float soft_cap, const float* sinks) {{
+  with_team(threads, [&](const Worker& worker) {{
+    paged_attention<{kv}, {h}, {hkv}, {d}, {bs}, {h * d + PAD_Q}, {h * d + PAD_OUT}, bool({cap:d}),
+                    bool({sink:d})>(worker, *step, q, k_pool, v_pool, scale, window, out, soft_cap,
+                                    sinks);
+  }});
+}}
+"""
+    for kv in DTYPES
+    for (h, hkv, d, bs), cap, sink in VARIANTS
+)
 
 Shape = tuple[int, int, int, int]
 
@@ -30,6 +53,11 @@ Shape = tuple[int, int, int, int]
 @pytest.fixture(scope="module", params=LEVELS)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def variants(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
+    return compiler.library(VARIANTS_SOURCE, request.param)
 
 
 @dataclass
@@ -41,6 +69,8 @@ class Case:
     sequences: list[tuple[int, int]]  # (computed tokens, new tokens)
     window: int = 0
     seed: int = 0
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # one logit a query head
 
     def __post_init__(self) -> None:
         h, hkv, d, bs = self.shape
@@ -91,7 +121,9 @@ class Case:
         padded[:, :width] = q
         out = np.full((len(q), width + PAD_OUT), 7.0, np.float32)
         name = f"attend_{self.kv}_{self.shape[2]}"
-        library.call(name, threads, step, padded, *pools, self.scale, self.window, out)
+        name += "_capped" * (self.soft_cap is not None) + "_sinks" * (self.sinks is not None)
+        extra = (self.soft_cap or 0.0, self.sinks)  # left alone by the kernels without either
+        library.call(name, threads, step, padded, *pools, self.scale, self.window, out, *extra)
         assert (out[:, width:] == 7.0).all()
         return out[:, :width]
 
@@ -108,10 +140,15 @@ class Case:
                     k = keys[first : position + 1, head // (h // hkv)]
                     v = values[first : position + 1, head // (h // hkv)]
                     scores = k @ q * self.scale
-                    weights = np.exp(scores - scores.max())
-                    weights /= weights.sum()
+                    if self.soft_cap is not None:
+                        scores = self.soft_cap * np.tanh(scores / self.soft_cap)
+                    sink = -np.inf if self.sinks is None else float(self.sinks[head])
+                    highest = max(scores.max(), sink)
+                    weights = np.exp(scores - highest)
+                    weights /= weights.sum() + np.exp(sink - highest)
                     # A weight is off by the rounding of two scores, of exp, and of the sums.
                     rounding = (d + 3) * eps * (np.abs(k) @ np.abs(q)).max() * self.scale
+                    rounding += 6 * eps * (self.soft_cap or 0)  # tanh, and two more
                     bound = (2 * rounding + (len(k) + 12) * eps) * (weights @ np.abs(v))
                     error = np.abs(out[t, head * d : (head + 1) * d] - weights @ v)
                     assert (error <= bound).all()
@@ -180,3 +217,49 @@ def test_equal_keys_average_the_values_and_huge_scores_pick_one(library: Library
     case.k_pool[block, :, 3] = 1  # position 19 alone has a score above zero, 100 above and more
     chosen = case.values[0][19].astype(np.float32).repeat(3, axis=0)
     np.testing.assert_array_equal(case.run(library).reshape(9, 64), chosen)
+
+
+def variant_case(variant: tuple[Shape, bool, bool], kv: str, window: int) -> Case:
+    """Scores reach three and more: well into a soft cap of two, and around the sinks."""
+    shape, capped, has_sinks = variant
+    sinks = np.linspace(-3, 4, shape[0]).astype(np.float32) if has_sinks else None
+    sequences = [(0, 1), (0, 17), (35, 1), (15, 3), (64, 2), (1, 40)]
+    return Case(shape, kv, sequences, window, 0, 2.0 if capped else None, sinks)
+
+
+@pytest.mark.parametrize("kv", DTYPES)
+@pytest.mark.parametrize("window", [0, 5, 17])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_soft_cap_and_sinks_are_within_the_rounding_bound_of_float64(
+    variants: Library, variant: tuple[Shape, bool, bool], window: int, kv: str
+) -> None:
+    case = variant_case(variant, kv, window)
+    case.check_against_float64(case.run(variants))
+
+
+@pytest.mark.parametrize("kv", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_soft_cap_and_sinks_have_the_same_bits_in_any_chunk_and_team(
+    variants: Library, variant: tuple[Shape, bool, bool], kv: str
+) -> None:
+    case = variant_case(variant, kv, 7)
+    together = case.run(variants, threads=1)
+    np.testing.assert_array_equal(bits(case.run(variants, threads=3)), bits(together))
+    s, first = 5, int(case.step.query_start[5])
+    for begin, end in ((0, 1), (1, 8), (8, 24), (24, 40), (0, 40)):
+        chunk = case.run_chunk(variants, s, begin, end)
+        np.testing.assert_array_equal(bits(chunk), bits(together[first + begin : first + end]))
+
+
+def test_a_sink_far_below_changes_nothing_and_one_far_above_takes_everything(
+    compiler: KernelCompiler,
+) -> None:
+    library, variants = (
+        compiler.library(source, LEVELS[-1]) for source in (SOURCE, VARIANTS_SOURCE)
+    )
+    case = Case((9, 3, 64, 16), "float", [(40, 2)])
+    plain = case.run(library)
+    case.sinks = np.full(9, -np.inf, np.float32)
+    np.testing.assert_array_equal(bits(case.run(variants)), bits(plain))
+    case.sinks = np.full(9, 300, np.float32)
+    np.testing.assert_array_equal(case.run(variants), 0)

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 from kernel_harness import DTYPES, LEVELS, KernelCompiler, Library, Step, bits, make_step
 
-# (H, HKV, D, BS, QK-norm): groups of 1, 3, 4 and all heads.
-SHAPES = [(1, 1, 2, 1, 1), (6, 2, 6, 4, 0), (9, 3, 64, 16, 1), (4, 1, 20, 16, 1), (3, 3, 128, 4, 0)]
+# (H, HKV, D, BS, QK-norm, rotated part of D): groups of 1, 2, 3, 4 and all heads.
+SHAPES = [
+    *((1, 1, 2, 1, 1, 2), (6, 2, 6, 4, 0, 6), (9, 3, 64, 16, 1, 64), (4, 1, 20, 16, 1, 20)),
+    *((3, 3, 128, 4, 0, 128), (4, 2, 12, 4, 1, 8), (2, 1, 80, 16, 0, 32), (6, 3, 10, 4, 1, 0)),
+]
+Shape = tuple[int, int, int, int, int, int]
 EPS = 1e-6
 
 # q, k and v are column slices of one buffer, as a merged projection leaves them.
@@ -16,14 +20,15 @@ extern "C" void write_{kv}_{d}(int threads, Step* step, const float* qkv, const 
                                {kv}* v_pool, float* q_out) {{
   constexpr int WIDTH = {(h + 2 * hkv) * d};
   with_team(threads, [&](const Worker& worker) {{
-    rope_kv_write<{kv}, {h}, {hkv}, {d}, {bs}, WIDTH, WIDTH, WIDTH, {h * d + 1}, bool({norm})>(
+    rope_kv_write<{kv}, {h}, {hkv}, {d}, {bs}, WIDTH, WIDTH, WIDTH, {h * d + 1}, bool({norm}),
+                  {rot}>(
         worker, *step, qkv, qkv + {h * d}, qkv + {(h + hkv) * d}, table, q_norm, k_norm, eps,
         k_pool, v_pool, q_out);
   }});
 }}
 """
     for kv in DTYPES
-    for h, hkv, d, bs, norm in SHAPES
+    for h, hkv, d, bs, norm, rot in SHAPES
 )
 
 SEQUENCES = [(0, 5), (37, 1), (3, 13), (100, 2), (0, 1)]
@@ -45,22 +50,22 @@ class Written:
 class Case:
     """Inputs of one step for a shape, and the pools' contents before it."""
 
-    shape: tuple[int, int, int, int, int]
+    shape: Shape
     kv: str
 
     def __post_init__(self) -> None:
-        h, hkv, d, bs, _ = self.shape
+        h, hkv, d, bs, _, rot = self.shape
         rng = np.random.default_rng(d)
         self.step, self.num_blocks = make_step(SEQUENCES, bs, rng)
         tokens = len(self.step.positions)
         self.qkv = rng.standard_normal((tokens, (h + 2 * hkv) * d)).astype(np.float32)
-        angle = self.step.positions[:, None] / 10000 ** (np.arange(d // 2) / (d // 2))
+        angle = self.step.positions[:, None] / 10000 ** (np.arange(rot // 2) / max(rot // 2, 1))
         self.table = np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
         self.q_norm, self.k_norm = rng.uniform(0.5, 2, (2, d)).astype(np.float32)
 
     def run(self, library: Library, threads: int, tokens: slice | None = None) -> Written:
         """The whole step, or only `tokens` of it (all of one sequence) as a step of their own."""
-        h, hkv, d, bs, _ = self.shape
+        h, hkv, d, bs, _, _ = self.shape
         step, qkv, table = self.step, self.qkv, self.table
         if tokens is not None:
             s = int(np.searchsorted(step.query_start, tokens.start, side="right")) - 1
@@ -70,25 +75,26 @@ class Case:
             qkv, table = qkv[tokens].copy(), table[tokens].copy()
         q = np.full((len(qkv), h * d + 1), 7.0, np.float32)
         pools = [np.full((self.num_blocks, hkv, bs, d), np.nan, DTYPES[self.kv]) for _ in "kv"]
-        norms = (self.q_norm, self.k_norm)
-        library.call(f"write_{self.kv}_{d}", threads, step, qkv, table, *norms, EPS, *pools, q)
+        inputs = (qkv, table if table.size else None, self.q_norm, self.k_norm)
+        library.call(f"write_{self.kv}_{d}", threads, step, *inputs, EPS, *pools, q)
         assert (q[:, h * d :] == 7.0).all()
         return Written(q[:, : h * d].reshape(-1, h, d), *pools)
 
     def expected_heads(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q and k rotated, and v, in float64: [T, heads, D]."""
-        h, hkv, d, _, norm = self.shape
+        h, hkv, d, _, norm, rot = self.shape
         heads = self.qkv.astype(np.float64).reshape(len(self.qkv), -1, d)
         q, k, v = heads[:, :h], heads[:, h : h + hkv], heads[:, h + hkv :]
         if norm:
             q = q / np.sqrt((q**2).mean(-1, keepdims=True) + EPS) * self.q_norm
             k = k / np.sqrt((k**2).mean(-1, keepdims=True) + EPS) * self.k_norm
         table = self.table.astype(np.float64)[:, None]
-        cosine, sine = np.tile(table[..., : d // 2], 2), np.tile(table[..., d // 2 :], 2)
+        cosine, sine = np.tile(table[..., : rot // 2], 2), np.tile(table[..., rot // 2 :], 2)
 
         def rotate(x: np.ndarray) -> np.ndarray:
-            half = np.concatenate([-x[..., d // 2 :], x[..., : d // 2]], axis=-1)
-            return x * cosine + half * sine
+            turning = x[..., :rot]
+            half = np.concatenate([-x[..., rot // 2 : rot], x[..., : rot // 2]], axis=-1)
+            return np.concatenate([turning * cosine + half * sine, x[..., rot:]], axis=-1)
 
         return rotate(q), rotate(k), v
 
@@ -96,7 +102,7 @@ class Case:
 @pytest.mark.parametrize("kv", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_heads_are_normed_rotated_and_written_to_their_slots(
-    library: Library, shape: tuple[int, int, int, int, int], kv: str
+    library: Library, shape: Shape, kv: str
 ) -> None:
     case = Case(shape, kv)
     written = case.run(library, threads=2)
@@ -113,9 +119,7 @@ def test_heads_are_normed_rotated_and_written_to_their_slots(
 
 @pytest.mark.parametrize("kv", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_only_the_slots_of_the_steps_tokens_change(
-    library: Library, shape: tuple[int, int, int, int, int], kv: str
-) -> None:
+def test_only_the_slots_of_the_steps_tokens_change(library: Library, shape: Shape, kv: str) -> None:
     case = Case(shape, kv)
     written = case.run(library, threads=3)
     own = np.zeros(written.k_pool.shape, bool)
@@ -128,7 +132,7 @@ def test_only_the_slots_of_the_steps_tokens_change(
 @pytest.mark.parametrize("kv", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_token_is_written_with_the_same_bits_in_any_batch_and_team(
-    library: Library, shape: tuple[int, int, int, int, int], kv: str
+    library: Library, shape: Shape, kv: str
 ) -> None:
     case = Case(shape, kv)
     together = case.run(library, threads=1)
@@ -151,3 +155,9 @@ def test_an_empty_step_writes_nothing(library: Library) -> None:
     empty = np.zeros((0, 60), np.float32)
     library.call("write_float_6", 2, step, empty, empty, empty, empty, EPS, pool, pool, empty)
     assert (pool == 1).all()
+
+
+def test_elements_past_the_rotated_part_pass_unchanged(library: Library) -> None:
+    case = Case((2, 1, 80, 16, 0, 32), "float")
+    heads = case.qkv.reshape(len(case.qkv), 4, 80)
+    np.testing.assert_array_equal(bits(case.run(library, 2).q[..., 32:]), bits(heads[:, :2, 32:]))

@@ -1,0 +1,138 @@
+"""The passes in their order: no logit changes, every fusion is placed, the contract holds."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from llmbuild.builder.graph import pipeline
+from llmbuild.builder.graph.passes.verify import verify
+from llmbuild.builder.graph.pipeline import PASSES, run_passes
+from llmbuild.builder.graph.reference import run_steps
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.errors import InternalError
+from llmbuild.plugins.common.kv_pools import LayerPools
+from llmbuild.runtime.batch import StepBatch
+
+# Passes that call the same torch functions on the same numbers. The others round differently:
+# silu for x * sigmoid(x), and one matrix product for several.
+EXACT = {"fold", "place_gather_rows", "place_rope_kv_write", "place_add_rms_norm"}
+TOLERANCE = 1e-5  # of the largest logit: fp32's rounding through two layers
+
+
+def kinds(step: StepGraph) -> Counter[str]:
+    return Counter(node.op_type for node in step.graph)
+
+
+def test_no_pass_changes_a_logit_or_what_is_in_the_pools(
+    traced: Callable[..., StepGraph],
+    random_tensors: Callable[[StepGraph], dict[str, NDArray[np.generic]]],
+    empty_pools: Callable[..., list[LayerPools]],
+    batches: list[StepBatch],
+    variant: dict[str, Any],
+) -> None:
+    step = traced(**variant)
+    read = random_tensors(step).__getitem__
+    tolerance = 1e-2 if variant.get("precision") == "bf16" else TOLERANCE  # bf16 rounds keys
+    pools = empty_pools(**variant)
+    before = run_steps(step, read, batches, pools)
+    assert np.isfinite(np.concatenate(before)).all()
+    for run in PASSES:
+        run(step)
+        step.graph.sort()
+        pools_after = empty_pools(**variant)
+        after = run_steps(step, read, batches, pools_after)
+        for one, other in zip(before, after, strict=True):
+            if run.__name__ in EXACT:
+                np.testing.assert_array_equal(one, other, run.__name__)
+            else:
+                assert np.abs(one - other).max() <= tolerance * np.abs(one).max(), run.__name__
+        for one, other in zip(pools, pools_after, strict=True):
+            for k_or_v in ("k", "v"):
+                np.testing.assert_allclose(
+                    getattr(one, k_or_v).float().numpy(),
+                    getattr(other, k_or_v).float().numpy(),
+                    *(0, 0) if run.__name__ in EXACT else (tolerance, tolerance),
+                    err_msg=run.__name__,
+                )
+        before, pools = after, pools_after
+
+
+def test_every_fusion_is_placed_once_for_each_place_it_has(
+    lowerable: Callable[..., StepGraph], variant: dict[str, Any]
+) -> None:
+    layers = variant.get("num_layers", 2)
+    assert kinds(lowerable(**variant)) == {
+        "rope_table": 1,
+        "gather_rows": 2,  # the embedding, and the rows that need logits
+        "rms_norm": 1,  # before the first layer; every other follows an add
+        "add_rms_norm": 2 * layers,
+        "rope_kv_write": layers,
+        "paged_attention": layers,
+        "linear": 4 * layers + 1,  # QKV, o, gate and up, down; the head
+        "gated_activation": layers,
+        "Split": 2 * layers,
+        "Constant": 2 * layers,  # the splits' sizes
+    }
+
+
+def test_layers_weights_are_merged_in_the_order_that_their_split_undoes(
+    lowerable: Callable[..., StepGraph],
+) -> None:
+    step = lowerable(qkv_bias=True, num_layers=1, windows=(0,))
+    merged = {weight.sources: weight.shape for weight in step.weights.values()}
+    qkv = [f"layers.0.{name}_proj" for name in "qkv"]
+    gate_up = [f"layers.0.{name}_proj.weight" for name in ("gate", "up")]
+    assert merged[tuple(f"{name}.weight" for name in qkv)] == (24 + 8 + 8, 20)
+    assert merged[tuple(f"{name}.bias" for name in qkv)] == (24 + 8 + 8,)
+    assert merged[tuple(gate_up)] == (19 + 19, 20)
+    splits = [node for node in step.graph if node.op_type == "Split"]
+    sizes = [list(n.inputs[1].producer().attributes["value_ints"].as_ints()) for n in splits]
+    assert sizes == [[24, 8, 8], [19, 19]]
+
+
+def test_the_graph_after_each_pass_can_be_dumped(
+    traced: Callable[..., StepGraph], tmp_path: Path
+) -> None:
+    run_passes(traced(), dump_dir=tmp_path / "graphs")
+    kinds_by_file = {
+        file.name: {node.op_type for node in onnx.load(file).graph.node}
+        for file in sorted((tmp_path / "graphs").iterdir())
+    }
+    placed = {
+        "00-fold.onnx": "linear",
+        "01-place_gather_rows.onnx": "gather_rows",
+        "02-place_gated_activation.onnx": "gated_activation",
+        "03-place_rope_kv_write.onnx": "rope_kv_write",
+        "04-place_add_rms_norm.onnx": "add_rms_norm",
+        "05-merge_linears.onnx": "Split",
+    }
+    assert list(kinds_by_file) == list(placed)
+    for name, placed_kind in placed.items():
+        since = [file for file, kinds_of in kinds_by_file.items() if placed_kind in kinds_of]
+        assert since == [file for file in placed if file >= name]
+
+
+def test_a_pass_that_breaks_the_contract_stops_the_build(
+    traced: Callable[..., StepGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(step: StepGraph) -> None:
+        del step.weights["embed.weight"]
+
+    def never(step: StepGraph) -> None:
+        raise AssertionError("a pass ran on a broken graph")
+
+    monkeypatch.setattr(pipeline, "PASSES", (breaks, never))
+    with pytest.raises(InternalError, match="lost their records"):
+        run_passes(traced())
+
+
+def test_a_traced_graph_holds_to_the_contract_already(
+    traced: Callable[..., StepGraph], variant: dict[str, Any]
+) -> None:
+    verify(traced(**variant))

@@ -1,0 +1,201 @@
+"""Lowering: every operation becomes the call that its header expects, or the node is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.targets.cpu.lower import lower
+from llmbuild.builder.targets.cpu.plan import (
+    Batch,
+    Buffer,
+    Call,
+    Layout,
+    PackedWeight,
+    Pool,
+    Rows,
+    StepInput,
+    StepPlan,
+    View,
+)
+from llmbuild.errors import BuildError
+
+BLOCK_SIZE = 5
+
+
+@pytest.fixture
+def plan_of(
+    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+) -> Callable[..., StepPlan]:
+    """plan_of(precision="fp32", kv_dtype="fp32", **config overrides)"""
+
+    def build(precision: str = "fp32", kv_dtype: str = "fp32", **overrides: Any) -> StepPlan:
+        config = decoder_config(**overrides)
+        return lower(lowerable(precision, **overrides), config, kv_dtype, BLOCK_SIZE)
+
+    return build
+
+
+def calls(plan: StepPlan, kernel: str) -> list[Call]:
+    return [call for call in plan.calls if call.kernel == kernel]
+
+
+def test_calls_of_a_known_model_with_their_templates(plan_of: Callable[..., StepPlan]) -> None:
+    """hidden 20, inner 19, vocabulary 37, 6 heads in 2 groups of head_dim 4: Q 24, K and V 8."""
+    plan = plan_of(num_layers=1, windows=(3,))
+    assert [(call.kernel, call.template) for call in plan.calls] == [
+        ("rope_table", (2,)),
+        ("gather_rows", ("float", 20, 20)),
+        ("rms_norm", (20, 20, 20, 20)),
+        ("linear", ("float", 40, 20, 20, 40)),
+        ("rope_kv_write", ("float", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "false")),
+        ("paged_attention", ("float", 6, 2, 4, BLOCK_SIZE, 24, 24)),
+        ("linear", ("float", 20, 24, 24, 20)),
+        ("add_rms_norm", (20, 20, 20, 20, 20)),
+        ("linear", ("float", 38, 20, 20, 38)),
+        ("gated_activation", (19, 38, 38, 19, "Silu")),
+        ("linear", ("float", 20, 19, 19, 20)),
+        ("add_rms_norm", (20, 20, 20, 20, 20)),
+        ("gather_rows", ("float", 20, 20)),
+        ("linear", ("float", 37, 20, 20, 37)),
+    ]
+
+
+def test_qk_norm_and_dtypes_reach_the_templates(plan_of: Callable[..., StepPlan]) -> None:
+    plan = plan_of("bf16", kv_dtype="bf16", qk_norm=True)
+    for call in calls(plan, "rope_kv_write"):
+        assert call.template == ("bf16", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "true")
+    assert {call.template[0] for call in calls(plan, "linear")} == {"bf16"}
+    embedding, wanted_rows = calls(plan, "gather_rows")
+    assert embedding.template == ("bf16", 20, 20)
+    assert wanted_rows.template == ("float", 20, 20)  # of activations
+    mixed = plan_of("bf16", kv_dtype="fp32")
+    assert {call.template[0] for call in calls(mixed, "paged_attention")} == {"float"}
+
+
+def test_arguments_are_the_layers_own(plan_of: Callable[..., StepPlan]) -> None:
+    plan = plan_of(windows=(0, 7), qk_norm=True, norm_eps=1e-3)
+    for layer, call in enumerate(calls(plan, "rope_kv_write")):
+        batch, q, k, v, table, q_norm, k_norm, eps, k_pool, v_pool, turned = call.arguments
+        assert batch == Batch()
+        assert [(view.column, view.width) for view in (q, k, v)] == [(0, 24), (24, 8), (32, 8)]
+        assert q.buffer is k.buffer is v.buffer
+        assert table.buffer == calls(plan, "rope_table")[0].writes[0]
+        assert [w.name for w in (q_norm, k_norm)] == [
+            f"layers.{layer}.{name}_norm.weight" for name in "qk"
+        ]
+        assert (eps, k_pool, v_pool) == (1e-3, Pool(layer, "k"), Pool(layer, "v"))
+        attention = calls(plan, "paged_attention")[layer]
+        assert attention.arguments[:-1] == (Batch(), turned, k_pool, v_pool, 0.5, (0, 7)[layer])
+        assert attention.writes == (attention.arguments[-1].buffer,)
+
+
+def test_split_gives_columns_of_the_merged_result(plan_of: Callable[..., StepPlan]) -> None:
+    plan = plan_of(num_layers=1, windows=(0,))
+    gate, up = calls(plan, "gated_activation")[0].arguments[:2]
+    assert gate.buffer == up.buffer == calls(plan, "linear")[2].writes[0]
+    assert [(v.column, v.width, v.stride) for v in (gate, up)] == [(0, 19, 38), (19, 19, 38)]
+
+
+def test_rows_that_need_logits_are_gathered_before_the_head(
+    plan_of: Callable[..., StepPlan],
+) -> None:
+    plan = plan_of()
+    gather, head = plan.calls[-2:]
+    source, index, rows, count = gather.arguments
+    assert source.buffer.rows is Rows.TOKENS
+    assert (index, count, rows.buffer.rows) == (StepInput("logit_rows"), Rows.LOGIT_ROWS, count)
+    assert head.arguments[0] == rows
+    assert head.writes == (plan.logits,) == (Buffer("logits", Rows.LOGIT_ROWS, 37),)
+    assert head.arguments[-1] is Rows.LOGIT_ROWS
+
+
+def test_tied_embedding_is_one_tiled_weight_for_both_its_readers(
+    plan_of: Callable[..., StepPlan],
+) -> None:
+    plan = plan_of("bf16", tie_embeddings=True)
+    tiled = PackedWeight("embed.weight", (37, 20), "bf16", Layout.TILES_OF_16)
+    (gather,) = calls(plan, "gather_tiled_rows")
+    assert gather.template == ("bf16", 20, 20)
+    assert gather.arguments[:2] == (tiled, StepInput("token_ids"))
+    assert plan.calls[-1].arguments[1] == tiled
+    assert [weight for weight in plan.weights if "embed" in weight.name] == [tiled]
+
+
+def test_matrices_of_linears_lie_in_tiles_and_all_else_in_rows(
+    plan_of: Callable[..., StepPlan],
+) -> None:
+    plan = plan_of("bf16", qkv_bias=True, qk_norm=True)
+    in_rows = {weight.name for weight in plan.weights if weight.layout is Layout.ROWS}
+    assert {name for name in in_rows if not name.startswith("layers.")} == {
+        "embed.weight",
+        "final_norm.weight",
+        "inv_freq",
+    }
+    for weight in plan.weights:
+        if weight.name.startswith("layers."):
+            assert (weight.layout is Layout.ROWS) == (len(weight.shape) == 1)
+        assert weight.dtype == ("bf16" if len(weight.shape) == 2 else "fp32")
+
+
+def test_biases_are_passed_and_absent_ones_are_null(plan_of: Callable[..., StepPlan]) -> None:
+    linears = calls(plan_of(qkv_bias=True, num_layers=1, windows=(0,)), "linear")
+    biases = [call.arguments[2] for call in linears]
+    assert biases[0].name == "+".join(f"layers.0.{name}_proj.bias" for name in "qkv")
+    assert biases[0].shape == (40,)
+    assert biases[1:] == [None] * 4
+
+
+def test_weights_are_listed_once_in_the_order_of_their_first_use(
+    plan_of: Callable[..., StepPlan],
+) -> None:
+    plan = plan_of()
+    used = [a for call in plan.calls for a in call.arguments if isinstance(a, PackedWeight)]
+    assert plan.weights == tuple(dict.fromkeys(used))
+
+
+def test_every_buffer_is_written_before_it_is_read(plan_of: Callable[..., StepPlan]) -> None:
+    written: set[Buffer] = set()
+    for call in plan_of(qk_norm=True).calls:
+        views = {a.buffer for a in call.arguments if isinstance(a, View)}
+        assert views - set(call.writes) <= written
+        assert not set(call.writes) & written  # each is written once
+        written.update(call.writes)
+
+
+@pytest.mark.parametrize("domain", ["", "llmbuild"])
+def test_unknown_operation_is_refused_by_name(
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    domain: str,
+) -> None:
+    step = lowerable()
+    norm = next(node for node in step.graph if node.op_type == "rms_norm")
+    norm.domain, norm.op_type = domain, "Wavelet"
+    with pytest.raises(BuildError) as caught:
+        lower(step, decoder_config(), "fp32", BLOCK_SIZE)
+    name = str(norm.outputs[0].name)
+    assert f"{domain or 'ai.onnx'}::Wavelet, which makes {name!r}" in str(caught.value)
+    assert "paged_attention" in str(caught.value)  # what is implemented
+
+
+def test_unfused_graph_is_refused(
+    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+) -> None:
+    with pytest.raises(BuildError, match="has no implementation of"):
+        lower(traced(), decoder_config(), "fp32", BLOCK_SIZE)
+
+
+def test_constant_that_no_split_reads_is_refused(
+    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+) -> None:
+    step = lowerable()
+    norm = next(node for node in step.graph if node.op_type == "rms_norm")
+    constant = ir.node("Constant", [], {"value_ints": [3]})
+    step.graph.insert_before(norm, constant)
+    norm.replace_input_with(1, constant.outputs[0])
+    with pytest.raises(BuildError, match=r"Constant read by \{'rms_norm'\}"):
+        lower(step, decoder_config(), "fp32", BLOCK_SIZE)

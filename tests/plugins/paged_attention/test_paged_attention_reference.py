@@ -1,0 +1,107 @@
+"""The torch reference of paged_attention against attention written out in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_harness import make_step
+from numpy.typing import NDArray
+
+from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools
+from llmbuild.plugins.paged_attention.op import paged_attention
+
+# (H, HKV, D, BS): groups of 1, 3, 4 and all heads.
+SHAPES = [(1, 1, 2, 1), (6, 2, 6, 4), (8, 2, 3, 5), (5, 1, 14, 16), (3, 3, 7, 3)]
+# (computed tokens, new tokens): whole prompts, chunks and decode of one step.
+RAGGED = [(0, 1), (0, 5), (7, 1), (3, 9), (15, 1), (4, 4)]
+WINDOWS = [0, 1, 4, 5, 1000]
+EPS = 2.0**-24
+
+
+def attention_by_loops(
+    q: NDArray[np.float32],
+    keys: NDArray[np.float64],
+    values: NDArray[np.float64],
+    positions: NDArray[np.int32],
+    window: int,
+    scale: float,
+) -> NDArray[np.float64]:
+    """q [n, H, D] of one sequence's last n tokens; keys, values [length, HKV, D]."""
+    out = np.zeros(q.shape)
+    group = q.shape[1] // keys.shape[1]
+    for row, position in enumerate(positions):
+        seen = [p for p in range(position + 1) if not window or position - p < window]
+        for head in range(q.shape[1]):
+            scores = [float(q[row, head].astype(np.float64) @ keys[p, head // group]) for p in seen]
+            weights = np.exp(scale * (np.array(scores) - max(scores)))
+            for p, weight in zip(seen, weights / weights.sum(), strict=True):
+                out[row, head] += weight * values[p, head // group]
+    return out
+
+
+def check(
+    shape: tuple[int, int, int, int],
+    sequences: list[tuple[int, int]],
+    window: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    heads, kv_heads, head_dim, block_size = shape
+    rng = np.random.default_rng(sum(shape) + window)
+    step, num_blocks = make_step(sequences, block_size, rng)
+    pool_shape = (num_blocks, kv_heads, block_size, head_dim)
+    pools = LayerPools(*(torch.full(pool_shape, torch.nan, dtype=dtype) for _ in "kv"))
+    elsewhere = LayerPools(*(torch.full(pool_shape, torch.nan, dtype=dtype) for _ in "kv"))
+    whole: list[list[NDArray[np.float64]]] = []
+    for s, length in enumerate(step.kv_lengths):
+        whole.append([])
+        for pool in (pools.k, pools.v):
+            rows = torch.from_numpy(rng.standard_normal((length, kv_heads, head_dim))).to(dtype)
+            for p in range(length):
+                pool[step.block_tables[s, p // block_size], :, p % block_size] = rows[p]
+            whole[-1].append(rows.double().numpy())
+    q = rng.standard_normal((len(step.positions), heads * head_dim)).astype(np.float32)
+    scale = 1.7 * head_dim**-0.5
+    arrays = (step.positions, step.query_start, step.kv_lengths, step.block_tables)
+    with bind_kv_pools([elsewhere, pools]):
+        out = paged_attention(
+            torch.from_numpy(q),
+            torch.zeros(1, dtype=torch.int32),
+            *map(torch.from_numpy, arrays),
+            layer=1,
+            scale=scale,
+            window=window,
+        )
+    assert (out.shape, out.dtype) == (q.shape, torch.float32)
+    for s, (keys, values) in enumerate(whole):
+        rows = slice(step.query_start[s], step.query_start[s + 1])
+        expected = attention_by_loops(
+            q[rows].reshape(-1, heads, head_dim),
+            *(keys, values, step.positions[rows], window, scale),
+        )
+        got = out[rows].numpy().reshape(expected.shape)
+        largest = np.abs(values).max(initial=1.0)
+        assert np.abs(got - expected).max(initial=0.0) <= 64 * (head_dim + 8) * EPS * largest
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ragged_step_with_shuffled_blocks_equals_loops(
+    shape: tuple[int, int, int, int], window: int
+) -> None:
+    check(shape, RAGGED, window)
+
+
+def test_keys_and_values_kept_in_bf16_are_read_as_what_they_are() -> None:
+    check((6, 2, 6, 4), RAGGED, 5, torch.bfloat16)
+
+
+@given(
+    st.sampled_from(SHAPES),
+    st.lists(st.tuples(st.integers(0, 17), st.integers(1, 7)), min_size=1, max_size=5),
+    st.sampled_from(WINDOWS),
+)
+def test_any_mix_of_sequences_equals_loops(
+    shape: tuple[int, int, int, int], sequences: list[tuple[int, int]], window: int
+) -> None:
+    check(shape, sequences, window)
