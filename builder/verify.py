@@ -22,7 +22,7 @@ from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.bucket import pad_to_bucket
 from llmbuild.runtime.isa import supported_levels
-from llmbuild.runtime.manifest import KVLayout, Limits, Manifest
+from llmbuild.runtime.manifest import SCRATCH_BLOCK, KVLayout, Limits, Manifest
 from llmbuild.runtime.replay import (
     STEPS_FILE,
     VerificationSteps,
@@ -33,20 +33,23 @@ from llmbuild.runtime.replay import (
 MAX_STORED_COLUMNS = 4096
 TIMEOUT_S = 1800
 _SEED = 20170612
+_LONGEST = 512  # tokens; the reference holds the scores of all pairs of a sequence's tokens
 
 
 class _Script:
     """Sequences of random tokens that move forward step by step, each in blocks of its own."""
 
-    def __init__(self, limits: Limits, kv: KVLayout, vocab_size: int, sequences: int) -> None:
+    def __init__(
+        self, kv: KVLayout, vocab_size: int, sequences: int, capacity: int, first_block: int
+    ) -> None:
         self.rng = np.random.default_rng(_SEED)
         self.vocab_size = vocab_size
-        blocks = min(-(-limits.max_sequence_length // kv.block_size), 5)
-        self.capacity = min(blocks * kv.block_size, limits.max_sequence_length)
+        self.capacity = capacity  # tokens of a sequence
         self.lengths = [0] * sequences
-        ids = self.rng.permutation(sequences * blocks) + 1  # 0 is the scratch block
+        blocks = -(-capacity // kv.block_size)
+        ids = self.rng.permutation(sequences * blocks) + first_block
         self.tables = ids.astype(np.int32).reshape(sequences, blocks)
-        self.num_blocks = 1 + len(ids)
+        self.num_blocks = first_block + len(ids)
 
     def _begin_anew(self, sequence: int) -> None:
         """Empty, and in new blocks, so that no slot is ever written twice."""
@@ -81,11 +84,12 @@ def make_batches(
     """Steps to verify with, and the KV blocks that they need, the scratch block included.
 
     Prompts of one token, of a block and one more or less, of several blocks in chunks; a step of
-    decode and prefill mixed; every decode bucket; and the largest bucket with padding.
+    decode and prefill mixed; every decode bucket; the largest bucket with padding; and the largest
+    step, which reaches every byte of the memory plan.
     """
-    sequences = max(buckets)
-    script = _Script(limits, kv, vocab_size, sequences)
-    block = kv.block_size
+    sequences, block = max(buckets), kv.block_size
+    capacity = min(5 * block, limits.max_sequence_length)
+    script = _Script(kv, vocab_size, sequences, capacity, first_block=SCRATCH_BLOCK + 1)
     longest = max(1, script.capacity - len(buckets) - 2)  # each bucket and the mixed step add one
     chunk = min(limits.max_step_tokens, block + 3)
     batches: list[StepBatch] = []
@@ -96,7 +100,20 @@ def make_batches(
             batches.append(script.step(({0: 1} if joins else {}) | {sequence: count}))
     for size in (*buckets, max(1, sequences - 1)):
         batches.append(pad_to_bucket(script.step(dict.fromkeys(range(size), 1)), buckets))
-    return batches, script.num_blocks
+    largest, num_blocks = _largest_step(limits, kv, vocab_size, script.num_blocks)
+    return [*batches, largest], num_blocks
+
+
+def _largest_step(
+    limits: Limits, kv: KVLayout, vocab_size: int, first_block: int
+) -> tuple[StepBatch, int]:
+    """As many tokens as a step may have, in few long sequences; and the blocks up to there."""
+    capacity = min(_LONGEST, limits.max_sequence_length)
+    count = min(-(-limits.max_step_tokens // capacity), limits.max_sequences)
+    script = _Script(kv, vocab_size, count, capacity, first_block)
+    total = limits.max_step_tokens
+    tokens = {s: min(capacity, total - s * capacity) for s in range(count)}
+    return script.step(tokens), script.num_blocks
 
 
 def _prompt_lengths(block: int) -> list[int]:

@@ -15,7 +15,8 @@ from llmbuild.builder.models.families.mixture import (
 
 _MOE = "model.layers.{l}.block_sparse_moe"
 
-GRANITEMOE_HF_NAMES: dict[str, Source] = HF_NAMES | {
+GRANITEMOE_HF_NAMES: dict[str, Source] = {
+    **HF_NAMES,
     "layers.{l}.mlp.router.weight": f"{_MOE}.router.layer.weight",
     "layers.{l}.mlp.experts.gate_up": StackedExperts((f"{_MOE}.input_linear.weight",)),
     "layers.{l}.mlp.experts.down": StackedExperts((f"{_MOE}.output_linear.weight",)),

@@ -13,7 +13,8 @@ _GATE_UP, _DOWN = "layers.{l}.mlp.experts.gate_up", "layers.{l}.mlp.experts.down
 _MLP = "model.layers.{l}.mlp"
 
 # One tensor for each expert's matrix, as published checkpoints of most families have them.
-EXPERTS_HF_NAMES: dict[str, Source] = HF_NAMES | {
+EXPERTS_HF_NAMES: dict[str, Source] = {
+    **HF_NAMES,
     _ROUTER: f"{_MLP}.gate.weight",
     _GATE_UP: Experts(
         (f"{_MLP}.experts.{{e}}.gate_proj.weight", f"{_MLP}.experts.{{e}}.up_proj.weight")
@@ -21,7 +22,8 @@ EXPERTS_HF_NAMES: dict[str, Source] = HF_NAMES | {
     _DOWN: Experts((f"{_MLP}.experts.{{e}}.down_proj.weight",)),
 }
 
-EXPERTS_GGUF_NAMES: dict[str, Source] = GGUF_NAMES | {
+EXPERTS_GGUF_NAMES: dict[str, Source] = {
+    **GGUF_NAMES,
     _ROUTER: "blk.{l}.ffn_gate_inp.weight",
     _GATE_UP: StackedExperts(("blk.{l}.ffn_gate_exps.weight", "blk.{l}.ffn_up_exps.weight")),
     _DOWN: StackedExperts(("blk.{l}.ffn_down_exps.weight",)),

@@ -91,7 +91,8 @@ class _Emission:
             case Count():
                 return _count(argument)
             case Expression():
-                return f"[&](int64_t r, int i) {{ return {self.expression(argument)}; }}"
+                value = self.expression(argument, argument.width)
+                return f"[&](int64_t r, int i) {{ return {value}; }}"
             case float():
                 return f"{argument!r}f"
             case int():
@@ -103,18 +104,19 @@ class _Emission:
         cpp_type = "int32_t" if view.buffer.dtype == "int32" else "float"
         return f"buffer({cpp_type}{{}}, {self.arena.offsets[view.buffer]}, {view.column})"
 
-    def expression(self, expression: Expression) -> str:
-        """The value of chunk i of row r, 16 columns, as C++."""
-        operands = [self.operand(operand, expression.width) for operand in expression.operands]
+    def expression(self, expression: Expression, width: int) -> str:
+        """The value of chunk i of row r of a result this wide, 16 columns, as C++."""
+        operands = [self.operand(operand, width) for operand in expression.operands]
         operator = _OPERATORS.get(expression.operation)
         if operator is None:
             return f"{expression.operation}({', '.join(operands)})"
         return f"({f' {operator} '.join(operands)})"
 
     def operand(self, operand: Expression | View | float, width: int) -> str:
+        """One part of a result this wide; a column, however deep it stands, is broadcast."""
         match operand:
             case Expression():
-                return self.expression(operand)
+                return self.expression(operand, width)
             case float():
                 return f"splat({operand!r}f)"
         if operand.width == 1 and width > 1:

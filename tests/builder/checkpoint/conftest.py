@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +6,9 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+
+from llmbuild.runtime.detokenizer import Detokenizer
+from llmbuild.runtime.tokenizer import load_tokenizer
 
 WriteGguf = Callable[..., Path]
 
@@ -50,6 +53,70 @@ TEXTS = (
     *('(a) [b] {c} <d> "e"', "a--b---c====d", "!!!???...", "$100 + 50% = ^_^ ~|`", "#hash @at"),
     *("\r\n windows\r\nlines\r", "tab\there", "trailing \n", "qzqz", " qzqz qzqz", "\x00\x7f"),
 )
+
+
+# Texts that tokenizers get wrong: what meets at the seams of pieces, and what no piece covers.
+PIECES = (
+    *(" ", "  ", "    ", "\t", "\n", "\r\n", "\n\n", "\u00a0", "\u3000", "\u200b"),
+    *("the", "The", "HELLO", "it's", "we'LL", "x", "0", "42", "1234567", "3.14", "½", "٣٤"),
+    *("你好", "世界。", "こんにちは", "안녕", "مرحبا", "שלום", "नमस्ते", "สวัสดี", "Привет", "ﬁ"),
+    *("👍🏽", "👩‍👩‍👧‍👦", "🏳️‍🌈", "🇩🇪", "e\u0301", "\u0301", "\u200d", "\ufeff", "\x00", "\x1b[0m"),
+    *("def f(x):", "\treturn x;", "</div>", "{}", "!=", "...", "--", "_", "\\n", '"', "\u2581"),
+    *("<s>", "</s>", "<unk>", "<|im_end|>", "<tool_call>", "<0x41>", "<|im_end"),
+)
+LONG_TEXTS = (
+    *(
+        "",
+        "a" * 700,
+        "ab" * 300,
+        "你" * 300,
+        "👍" * 100,
+        " " * 200,
+        "\n" * 100,
+        "1" * 301,
+        "!" * 99,
+    ),
+    "pneumonoultramicroscopicsilicovolcanoconiosis" * 9,
+    "https://example.org/" + "path/" * 40 + "?q=" + "%20" * 40,
+    "for i in range(10):\n    if i % 2:\n        print(i)\n\n\n# done\n" * 4,
+    *("\u0627\u0644\u0639\u0631\u0628\u064a\u0629 " * 20, "日本語のテキスト、" * 20),
+    "".join(map(chr, range(32))) + "".join(map(chr, range(127, 160))),
+)
+
+
+def _hard_texts() -> tuple[str, ...]:
+    """200 texts: TEXTS, LONG_TEXTS, and random rows of PIECES."""
+    rng = np.random.default_rng(5)
+    texts = [*TEXTS, *LONG_TEXTS]
+    while len(texts) < 200:
+        texts.append("".join(rng.choice(PIECES, rng.integers(2, 12))))
+    return tuple(texts)
+
+
+@pytest.fixture(scope="session")
+def hard_texts() -> tuple[str, ...]:
+    return _hard_texts()
+
+
+@pytest.fixture(scope="session")
+def check_tokenizer() -> Callable[..., None]:
+    """check_tokenizer(reference, folder, texts): the tokenizer files in `folder` give the ids and
+    the texts of transformers' `reference`, and a stream gives the same text bit by bit."""
+
+    def check(reference: Any, folder: Path, texts: Iterable[str]) -> None:
+        ours = load_tokenizer(folder)
+        for text in texts:
+            ids = reference(text, add_special_tokens=False).input_ids
+            assert ours.encode(text, with_bos=False) == ids, text
+            decoded = reference.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            assert ours.decode(ids) == decoded, text
+            detokenizer = Detokenizer(ours)
+            streamed = [*map(detokenizer.push, ids), detokenizer.finish()]
+            assert "".join(streamed) == decoded, text
+
+    return check
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ def test_llama_metadata_becomes_a_config(write_gguf, llama_metadata):
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
         "attention_bias": False,
+        "mlp_bias": False,
     }
 
 
@@ -100,15 +101,38 @@ def test_early_files_linear_factor_is_understood(write_gguf, llama_metadata):
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_yarn_is_passed_on_whole(write_gguf, llama_metadata):
-    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "attn_factor": 1.5}
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+
+
+def test_yarn_keeps_its_factor_length_and_ramp(write_gguf, llama_metadata):
+    scaling = YARN | {"yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}
     metadata = llama_metadata | {f"llama.rope.scaling.{k}": v for k, v in scaling.items()}
     assert open_checkpoint(write_gguf(metadata)).config["rope_scaling"] == {
         "rope_type": "yarn",
         "factor": 4.0,
-        "original_context_length": 32,
-        "attn_factor": 1.5,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
     }
+
+
+@pytest.mark.parametrize(
+    "further", [{"attn_factor": 1.5}, {"yarn_attn_factor": 1.5}, {"yarn_ext_factor": 0.5}], ids=str
+)
+def test_yarn_with_further_factors_is_refused(further, write_gguf, llama_metadata):
+    scaling = {f"llama.rope.scaling.{k}": v for k, v in (YARN | further).items()}
+    refused(write_gguf(llama_metadata | scaling), f"rope.scaling.{next(iter(further))}")
+
+
+def test_unknown_scaling_is_refused(write_gguf, llama_metadata):
+    path = write_gguf(llama_metadata | {"llama.rope.scaling.type": "ntk"})
+    refused(path, "rope.scaling.type", "'ntk'", "yarn")
+
+
+def test_longrope_without_its_tensors_is_refused(write_gguf, llama_metadata):
+    kind = {"llama.rope.scaling.type": "longrope"}
+    refused(write_gguf(llama_metadata | kind), "rope_factors_long.weight")
+    tensors = EMBEDDING | {"rope_factors_long.weight": np.ones(4, np.float32)}
+    refused(write_gguf(llama_metadata, tensors), "rope_factors_short.weight")
 
 
 def test_rope_freqs_become_factors_and_leave_the_tensors(write_gguf, llama_metadata):
@@ -154,7 +178,8 @@ def test_qwen_is_told_that_its_window_holds(write_gguf, llama_metadata):
         {"llama.attention.value_length": 4},
         {"llama.attention.causal": False},
         {"llama.use_parallel_residual": True},
-        {"llama.expert_count": 8},
+        {"llama.expert_used_count": 8},
+        {"llama.expert_gating_func": 2},
         {"llama.rope.scaling.attn_factor": 1.5},
         {"llama.embedding_length": -1.0},
         {"llama.context_length": "long"},
@@ -191,7 +216,61 @@ def test_missing_embedding_is_named(write_gguf, llama_metadata):
     refused(path, "token_embd.weight")
 
 
-@pytest.mark.parametrize("architecture", ["gemma", "mamba", "phi3"])
+def test_llama_with_experts_is_a_mixtral(write_gguf, llama_metadata):
+    experts = {"llama.expert_count": 8, "llama.expert_used_count": 2}
+    config = open_checkpoint(write_gguf(llama_metadata | experts)).config
+    assert (config["model_type"], config["architectures"]) == ("mixtral", ["MixtralForCausalLM"])
+    assert (config["num_local_experts"], config["num_experts_per_tok"]) == (8, 2)
+    del experts["llama.expert_used_count"]
+    refused(write_gguf(llama_metadata | experts), "llama.expert_used_count", "missing")
+
+
+@pytest.mark.parametrize(("num_layers", "scalar"), [(26, 8), (46, 16)])
+def test_gemma_2_scales_attention_by_its_size(num_layers, scalar, write_gguf, llama_metadata):
+    """The 27B model, of 46 layers, by hidden_size / heads; the others by head_dim."""
+    metadata = renamed(llama_metadata, "gemma2") | {
+        "gemma2.block_count": num_layers,
+        "gemma2.attention.head_count": 2,
+        "gemma2.attention.key_length": 8,
+        "gemma2.attention.value_length": 8,
+        "gemma2.attn_logit_softcapping": 50.0,
+        "gemma2.final_logit_softcapping": 30.0,
+        "gemma2.attention.sliding_window": 4096,
+    }
+    config = open_checkpoint(write_gguf(metadata, architecture="gemma2")).config
+    assert config["query_pre_attn_scalar"] == scalar
+    assert config["layer_types"][:3] == [
+        *("sliding_attention", "full_attention", "sliding_attention")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "full"), [([True, False], [1]), (2, [1]), (None, []), ([False, True], [0])]
+)
+def test_layers_that_slide_are_those_that_the_file_names(pattern, full, write_gguf, llama_metadata):
+    metadata = renamed(llama_metadata, "exaone4") | {"exaone4.attention.sliding_window": 7}
+    if pattern is not None:
+        metadata["exaone4.attention.sliding_window_pattern"] = pattern
+    types = open_checkpoint(write_gguf(metadata, architecture="exaone4")).config["layer_types"]
+    assert [layer for layer, kind in enumerate(types) if kind == "full_attention"] == full
+
+
+@pytest.mark.parametrize("pattern", [[True], "LLLG", 0], ids=str)
+def test_malformed_pattern_of_windows_is_refused(pattern, write_gguf, llama_metadata):
+    metadata = renamed(llama_metadata, "exaone4") | {
+        "exaone4.attention.sliding_window": 7,
+        "exaone4.attention.sliding_window_pattern": pattern,
+    }
+    refused(write_gguf(metadata, architecture="exaone4"), "sliding_window_pattern", repr(pattern))
+
+
+def test_part_of_a_head_that_turns_is_kept_where_the_family_has_it(write_gguf, llama_metadata):
+    metadata = renamed(llama_metadata, "phi3") | {"phi3.rope.dimension_count": 6}
+    config = open_checkpoint(write_gguf(metadata, architecture="phi3")).config
+    assert int(config["head_dim"] * config["partial_rotary_factor"]) == 6
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "rwkv6", "t5"])
 def test_other_architecture_is_refused(architecture, write_gguf, llama_metadata):
     path = write_gguf(renamed(llama_metadata, architecture), architecture=architecture)
     refused(path, architecture, "llama, qwen2, qwen3")

@@ -3,13 +3,17 @@
 import itertools
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from transformers import PreTrainedTokenizerFast
 
+from llmbuild.builder.checkpoint.pretokenizers import PRETOKENIZERS
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.errors import CheckpointError
 
@@ -36,22 +40,73 @@ def split_by(pattern):
     return Sequence([Split(Regex(pattern), "isolated"), byte_level])
 
 
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 GPT2 = ByteLevel(add_prefix_space=False)
+DIGITS = Sequence([Digits(individual_digits=True), GPT2])
+CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_LLM = Sequence(
+    [
+        *(
+            Split(Regex(pattern), "isolated")
+            for pattern in (
+                r"[\r\n]",
+                r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",  # their list, but for scripts that no text here has
+                "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+                r"\s+$",
+                CJK,
+            )
+        ),
+        Digits(individual_digits=False),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+DEEPSEEK_CODER = Sequence(
+    [
+        *(
+            Split(Regex(pattern), "isolated")
+            for pattern in (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK)
+        ),
+        Digits(individual_digits=True),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    split: Any
+    ignore_merges: bool = False
+    is_composed: bool = False  # texts go through NFC first
+
+
+LLAMA3_KIND, QWEN2_KIND = Kind(split_by(LLAMA3), True), Kind(split_by(QWEN2), is_composed=True)
 KINDS = {
-    "smollm": (Sequence([Digits(individual_digits=True), GPT2]), False),
-    "gpt-2": (GPT2, False),
-    "llama-bpe": (split_by(LLAMA3), True),
-    "qwen2": (split_by(QWEN2), False),
-    "tekken": (split_by(NEMO), True),
+    **dict.fromkeys(("llama-bpe", "falcon3"), LLAMA3_KIND),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Kind(split_by(LLAMA3))),
+    **dict.fromkeys(("qwen2", "stablelm2"), QWEN2_KIND),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), Kind(DIGITS)),
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4"), Kind(GPT2)),
+    **dict.fromkeys(("olmo", "mpt"), Kind(GPT2, is_composed=True)),
+    "command-r": Kind(DIGITS, is_composed=True),
+    "tekken": Kind(split_by(NEMO), True),
+    "gpt-4o": Kind(split_by(O200K)),
+    "deepseek-llm": Kind(DEEPSEEK_LLM),
+    "deepseek-coder": Kind(DEEPSEEK_CODER),
 }
 
 
 def original_byte_level(pre, texts):
-    pre_tokenizer, ignore_merges = KINDS[pre]
+    kind = KINDS[pre]
     tokenizer = Tokenizer(models.BPE())
-    if pre == "qwen2":
+    if kind.is_composed:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.pre_tokenizer = kind.split
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=ByteLevel.alphabet(), show_progress=False
@@ -59,7 +114,7 @@ def original_byte_level(pre, texts):
     tokenizer.train_from_iterator(list(texts) * 4, trainer)
     # A word that no merges lead to: found only where merges are ignored for whole words.
     content = json.loads(tokenizer.to_str())
-    content["model"]["ignore_merges"] = ignore_merges
+    content["model"]["ignore_merges"] = kind.ignore_merges
     content["model"]["vocab"].setdefault("Ġqzqz", len(content["model"]["vocab"]))
     content["model"]["merges"] = [
         merge for merge in content["model"]["merges"] if "".join(merge) != "Ġqzqz"
@@ -108,17 +163,28 @@ def with_specials(texts):
 
 
 @pytest.mark.parametrize("pre", KINDS)
-def test_byte_level_tokenizer_gives_the_originals_ids_and_texts(pre, texts, write_gguf, tmp_path):
+def test_byte_level_tokenizer_gives_the_originals_ids_and_texts(
+    pre, texts, hard_texts, check_tokenizer, write_gguf, tmp_path
+):
     original = original_byte_level(pre, texts)
-    path = write_gguf(byte_level_metadata(original, pre))
-    tokenizer = converted(path, tmp_path / "out")
-    for text in with_specials(texts):
-        expected = original.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, add_special_tokens=False).ids == expected, text
-        assert tokenizer.encode(text).ids == expected, text
-        for skip in (True, False):
-            decoded = original.decode(expected, skip_special_tokens=skip)
-            assert tokenizer.decode(expected, skip_special_tokens=skip) == decoded
+    write_tokenizer(write_gguf(byte_level_metadata(original, pre)), tmp_path / "out")
+    reference = PreTrainedTokenizerFast(tokenizer_object=original)
+    check_tokenizer(reference, tmp_path / "out", with_specials(hard_texts))
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-llm"])
+def test_directory_of_the_same_tokenizer_gives_the_same(
+    pre, texts, hard_texts, check_tokenizer, tmp_path
+):
+    reference = PreTrainedTokenizerFast(tokenizer_object=original_byte_level(pre, texts))
+    reference.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", tmp_path / "out")
+    check_tokenizer(reference, tmp_path / "out", with_specials(hard_texts))
+
+
+def test_every_kind_is_held_to_an_original():
+    aliases = {"llama3", "llama-v3", "llama4", "gpt2", "deepseek-r1-qwen", "default"}
+    assert set(PRETOKENIZERS) == set(KINDS) | aliases
 
 
 def test_whole_word_token_needs_ignored_merges(texts, write_gguf, tmp_path):
@@ -253,6 +319,26 @@ def test_sentencepiece_special_tokens_are_found_in_text(texts, write_gguf, tmp_p
     assert ids == [1, *model.encode("Hello world"), 2, tool, *model.encode("1")]
     assert tokenizer.decode(ids) == "Hello world<tool> 1"
     assert tokenizer.token_to_id("<unk>") == 0
+
+
+def test_gemmas_runs_of_spaces_and_newlines_are_tokens(texts, write_gguf, tmp_path):
+    """Which its files list as user-defined, beside add_space_prefix = false."""
+    model = train_sentencepiece(tmp_path, texts, add_dummy_prefix=False)
+    metadata = sentencepiece_metadata(model) | {"tokenizer.ggml.add_space_prefix": False}
+    for token in ("  ", "   ", "\n\n", "<end_of_turn>"):
+        metadata["tokenizer.ggml.tokens"].append(token)
+        metadata["tokenizer.ggml.scores"].append(-1000.0)
+        metadata["tokenizer.ggml.token_type"].append(USER_DEFINED)
+    metadata["tokenizer.ggml.token_type"][-1] = CONTROL
+    path, size = write_gguf(metadata), model.get_piece_size()
+    tokenizer = converted(path, tmp_path / "out")
+    ids = tokenizer.encode("a   b  c\n\n<end_of_turn>d").ids
+    pieces = [model.piece_to_id(letter) for letter in "abcd"]
+    assert ids == [
+        *(pieces[0], size + 1, pieces[1], size, pieces[2], size + 2, size + 3, pieces[3])
+    ]
+    assert tokenizer.decode(ids) == "a   b  c\n\nd"
+    assert generation(path, tmp_path / "out")["eos_token_id"] == [2, size + 3]
 
 
 def test_sentencepiece_without_scores_is_refused(texts, write_gguf, tmp_path):

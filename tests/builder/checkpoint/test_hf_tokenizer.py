@@ -176,12 +176,6 @@ def test_malformed_settings_are_refused(files, word, save):
     refused(save(**files), word)
 
 
-def test_sentencepiece_model_alone_is_not_yet_supported(save):
-    directory = save()
-    (directory / "tokenizer.json").rename(directory / "tokenizer.model")
-    refused(directory, "not yet supported", "tokenizer.json")
-
-
 def test_missing_tokenizer_is_named(save):
     directory = save()
     (directory / "tokenizer.json").unlink()

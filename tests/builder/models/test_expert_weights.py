@@ -46,7 +46,7 @@ def test_stacks_are_those_of_the_model(
         stacks = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
         for name, theirs in stacks.items():
             ours = weights.read(f"layers.{index}.mlp.experts.{name}")
-            np.testing.assert_array_equal(ours, theirs.numpy())
+            np.testing.assert_array_equal(ours, theirs.detach().numpy())
 
 
 def test_missing_and_misshapen_experts_are_named(

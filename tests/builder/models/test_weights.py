@@ -147,7 +147,9 @@ def test_gguf_file_gives_the_tensors_of_the_directory_it_was_made_from(
 def test_gguf_name_maps_agree_with_the_gguf_library() -> None:
     arch = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
     for family in FAMILIES:
-        names = get_tensor_name_map(arch.get(family.name, MODEL_ARCH.LLAMA), 2)
+        if family.name not in arch:
+            continue  # their tests compare whole files
+        names = get_tensor_name_map(arch[family.name], 2)
         qk_norm = family.name == "qwen3"
         for canonical, hf in family.hf_names.items():
             if not qk_norm and ("q_norm" in canonical or "k_norm" in canonical):

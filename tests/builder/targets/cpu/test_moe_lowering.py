@@ -7,6 +7,7 @@ import pytest
 
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig, MoeConfig
+from llmbuild.builder.targets.cpu.emit import emit
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.memory import plan_arena, size_bytes
 from llmbuild.builder.targets.cpu.plan import Buffer, Call, Count, Layout, Rows, StepPlan, View
@@ -69,6 +70,15 @@ def test_shared_mlp_reads_the_same_merged_linear_as_the_router(
     assert isinstance(up, View)
     assert gate.buffer == up.buffer == calls[0].writes[0]
     assert [(v.column, v.width) for v in (gate, up)] == [(7, 11), (18, 11)]
+
+
+def test_shared_mlps_gate_is_broadcast_over_the_row(plan_of: Callable[..., StepPlan]) -> None:
+    plan = plan_of(SHARED)
+    source = emit(plan, plan_arena(plan, LIMITS), LIMITS, "m")
+    merged = mixture(plan)[0].writes[0]
+    (line,) = [line for line in source.splitlines() if "Sigmoid::apply" in line]
+    column = f"{plan_arena(plan, LIMITS).offsets[merged]}, {merged.width - 1}"
+    assert f"Sigmoid::apply(splat_row<{merged.width}>(buffer(float{{}}, {column}), r))" in line
 
 
 def test_scoring_over_the_chosen_experts_reaches_the_template(
