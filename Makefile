@@ -14,6 +14,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 LLMBUILD := $(BIN)/llmbuild
 
+# A file's tests stay together, as they share what they compile. Each of the two workers keeps to
+# one thread of torch's, or they would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+
 FOLDERS := $(wildcard builder plugins quant runtime)
 SOURCES := $(shell find llmbuild $(FOLDERS) -name '*.py' -o -name '*.h')
 
@@ -36,10 +40,10 @@ $(DEMO_ENGINE)/manifest.json: $(DEMO_RECIPE) $(SOURCES) $(VENV)/.build-installed
 	$(LLMBUILD) compile $(DEMO_RECIPE) -o $(DEMO_ENGINE)
 
 test: lint
-	$(BIN)/pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest -q
+	$(PYTEST)
 
 lint: tree $(VENV)/.dev-installed
 	$(BIN)/ruff check

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeAlias, TypeGuard, overload
+from typing import Any, Literal, Self, TypeAlias, TypeGuard, overload
 
 import numpy as np
 
@@ -143,18 +143,34 @@ class LLM:
                     self._release(outcome)
         return [_completion(o) if isinstance(o, Request) else o for o in outcomes]
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """The model's answer to a conversation; raises RequestError if it is refused."""
-        return self._complete_one(self.chat_token_ids(messages), params)
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Completion:
+        """The model's answer to a conversation; raises RequestError if it is refused.
+
+        tools: JSON schemas of the functions that the model may call, where its template has room
+        for them.
+        """
+        return self._complete_one(self.chat_token_ids(messages, tools=tools), params)
 
     def chat_token_ids(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """The prompt that a conversation becomes, for `generate` or `stream`.
 
         The template alone says where special tokens stand, so none are added.
         """
-        text = self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self._chat_template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
         return self._tokenizer.encode(text, with_bos=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":

@@ -1,6 +1,7 @@
 """Chat messages to prompt text, through the model's own template."""
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
+Document = dict[str, Any]
+
+# transformers' tags around what the model itself says, for training: here they do nothing.
+_GENERATION_TAGS = {
+    re.compile(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})"): r"\1if true\2",
+    re.compile(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})"): r"\1endif\2",
+}
 
 
 class ChatTemplate:
@@ -28,17 +37,28 @@ class ChatTemplate:
         tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Document] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text of a conversation; raises RequestError.
 
         messages: dicts with a "role" and what the template wants beside it, mostly "content".
+        tools: JSON schemas of functions that the model may call; documents: what it may cite. A
+        template that knows neither leaves them out.
         """
         _check_messages(messages)
+        _check_dicts("tools", tools, '{"type": "function", "function": {"name": "...", ...}}')
+        _check_dicts("documents", documents, '{"title": "...", "text": "..."}')
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
-                documents=None,
+                tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 **self._tokens,
             )
@@ -62,8 +82,11 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        source = self._source
+        for tag, replacement in _GENERATION_TAGS.items():
+            source = tag.sub(replacement, source)
         try:
-            return environment.from_string(self._source)
+            return environment.from_string(source)
         except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template can't be compiled: {error}") from None
 
@@ -87,6 +110,13 @@ def _check_messages(messages: Sequence[Message]) -> None:
                 f"message {index} is {message!r:.80}; each must be a dict with a text under "
                 '"role", as {"role": "user", "content": "..."}'
             )
+
+
+def _check_dicts(name: str, values: object, example: str) -> None:
+    if values is None:
+        return
+    if not isinstance(values, list | tuple) or not all(isinstance(item, dict) for item in values):
+        raise RequestError(f"{name} must be a list of dicts such as {example}, got {values!r:.80}")
 
 
 def _to_json(

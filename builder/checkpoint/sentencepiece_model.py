@@ -73,17 +73,17 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _parse(path: Path) -> Any:
     try:
-        from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise CheckpointError(
             f"{path} is read with the sentencepiece package, which can't be imported ({error}); "
             "install llmbuild[build]"
         ) from error
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
+    proto = messages.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
-    except DecodeError as error:
+    except Exception as error:  # protobuf's own, or what its C code raises
         raise CheckpointError(f"{path} isn't a SentencePiece model: {error}") from error
     if not proto.pieces:
         raise CheckpointError(f"{path} isn't a SentencePiece model: it has no pieces")
@@ -233,7 +233,7 @@ def _special_tokens(
 ) -> tuple[list[str], dict[str, AddedToken]]:
     """The texts of the named special tokens, and all special tokens by their texts."""
     path = directory / "special_tokens_map.json"
-    stated = (read_json_object(path) if path.exists() else {}) | settings
+    stated = (read_json_object(path) if path.exists() else {}) | dict(settings)
     named = [stated[name] for name in _SPECIAL_NAMES if stated.get(name) is not None]
     tokens = [
         _added_token(directory, entry | {"special": True} if isinstance(entry, dict) else entry)

@@ -280,11 +280,10 @@ class RotaryTable(nn.Module):
     ) -> torch.Tensor:
         """int32 [T], [S+1], [S] -> fp32 [T, R]: cosines, then sines."""
         rope, scale = self.rope, self.rope.attention_factor
+        where = (positions, query_start, kv_lengths)
         if rope.kind == "dynamic":
-            where = (positions, query_start, kv_lengths, rope.rotary_dim, rope.theta)
-            return dynamic_rope_table(*where, rope.factor, rope.original_max_position, scale)
+            shape = (rope.rotary_dim, rope.theta, rope.factor, rope.original_max_position)
+            return dynamic_rope_table(*where, *shape, scale)
         if rope.kind == "longrope":
-            where = (positions, query_start, kv_lengths)
-            original = rope.original_max_position
-            return switched_rope_table(*where, self.inv_freq, original, scale)
+            return switched_rope_table(*where, self.inv_freq, rope.original_max_position, scale)
         return rope_table(positions, self.inv_freq, scale)

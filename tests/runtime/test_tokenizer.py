@@ -19,6 +19,18 @@ def test_bos_is_left_out_when_the_model_or_the_caller_wants_none(byte_level, sen
     assert byte_level.encode("") == []
 
 
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("text", ["a", "", "<s>", "<s>a", " <s>a", "a<s>"])
+def test_bos_that_the_text_brings_stays_the_only_one(sentencepiece, add_bos, text):
+    tokenizer = Tokenizer(sentencepiece._backend, GenerationConfig(1, [2, 5], add_bos))
+    ids = tokenizer.encode(text)
+    brings = text.startswith("<s>")
+    assert (ids[:1] == [1]) is (add_bos or brings)
+    assert ids.count(1) == text.count("<s>") + (add_bos and not brings)
+    assert tokenizer.eos_ids == {2, 5}
+    assert tokenizer.eos_token == "</s>"  # the first
+
+
 def test_special_tokens_in_text_are_taken_as_such(byte_level):
     ids = byte_level.encode("he<|end|>llo<think>")
     assert byte_level.eos_ids & set(ids)

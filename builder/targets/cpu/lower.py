@@ -336,7 +336,7 @@ def _moe_experts(lowering: Lowering, node: ir.Node) -> None:
     gathering = (x, rows_of, gathered, every_slot)
     lowering.call("moe_gather", (hidden, x.stride), *gathering, out=[gathered])
     cpp_type = CPP_TYPES[gate_up.dtype]
-    template = (cpp_type, count, width, hidden)
+    template: tuple[str | int, ...] = (cpp_type, count, width, hidden)
     lowering.call("moe_linear", template, gathered, gate_up, None, starts, pair, out=[pair])
     activated, results = slots("activated", size), slots("results", hidden)
     gate, up = View(pair.buffer, 0, size), View(pair.buffer, size, size)

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.config import (
+    NO_ROPE,
+    DecoderConfig,
+    MoeConfig,
+    NormConfig,
+    RopeConfig,
+)
 from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.runtime.batch import StepBatch
 
@@ -25,7 +31,8 @@ STEPS = (
     {2: (2, 4), 0: (7, 12)},
 )
 
-VARIANTS: dict[str, dict[str, Any]] = {
+# Of plain decoders every fusion is placed, the same for each.
+PLAIN: dict[str, dict[str, Any]] = {
     "plain": {},
     "one layer": {"num_layers": 1, "windows": (0,)},
     "tied, biases, one group": {
@@ -36,15 +43,71 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 3,
         "num_kv_heads": 1,
     },
-    "QK-norm, a window": {"qk_norm": True, "windows": (0, 5)},
+    "QK-norm, a window": {"qk_norm": "head", "windows": (0, 5)},
     "bf16, Q, K, V biases": {"precision": "bf16", "qkv_bias": True, "windows": (1, 0)},
 }
+NO_ROPES = {"ropes": (), "layer_ropes": (NO_ROPE, NO_ROPE)}
+LAYER_NORM = NormConfig(1e-5, "layer", bias=True)
+LONGROPE = RopeConfig(
+    "longrope",
+    *(1e4, 4),
+    factors=(1.0, 2.0),
+    long_factors=(1.5, 4.0),
+    original_max_position=6,
+    attention_factor=1.2,
+)
+FEATURES: dict[str, dict[str, Any]] = {
+    "post-norms, soft caps, multipliers": {
+        "post_norm": True,
+        "attention_soft_cap": 1.5,
+        "logit_soft_cap": 2.0,
+        "embed_scale": 4.5,
+        "residual_scale": 0.375,
+        "logit_scale": 0.5,
+        "activation": "gelu_tanh",
+    },
+    "post-norms alone, whole QK-norm, a NoPE layer": {
+        "pre_norm": False,
+        "post_norm": True,
+        "qk_norm": "whole",
+        "layer_ropes": (NO_ROPE, 0),
+    },
+    "parallel residual of one LayerNorm, part of a head turns": {
+        "parallel_residual": True,
+        "shared_norm": True,
+        "norm": NormConfig(1e-5, "layer"),
+        "ropes": (RopeConfig("default", 1e4, 2),),
+    },
+    "parallel residual of two RMSNorms": {"parallel_residual": True, "logit_scale": 0.25},
+    "learned positions, LayerNorm, plain MLP": {
+        **NO_ROPES,
+        "learned_positions": True,
+        "norm": LAYER_NORM,
+        "gated_mlp": False,
+        "activation": "gelu",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+    },
+    "experts and a shared one beside": {
+        "moe": MoeConfig(5, 2, 7, normalise=True, shared_size=6, shared_gate=True),
+        "moe_layers": (True, False),
+    },
+    "sinks, RoPE by a sequence's length": {
+        "attention_sinks": True,
+        "ropes": (LONGROPE, RopeConfig("dynamic", 1e4, 4, factor=2.0, original_max_position=6)),
+        "layer_ropes": (0, 1),
+    },
+}
+VARIANTS = PLAIN | FEATURES
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `variant` runs for each one."""
-    if "variant" in metafunc.fixturenames:
-        metafunc.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+    """A test that takes `variant`, or only a `plain_variant`, runs for each one."""
+    for name, variants in {"variant": VARIANTS, "plain_variant": PLAIN}.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, variants.values(), ids=variants.keys())
 
 
 @pytest.fixture(scope="session")

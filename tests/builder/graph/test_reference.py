@@ -94,7 +94,7 @@ def test_a_weight_is_freed_before_the_next_node_reads_its_own(
     empty_pools: Callable[..., list[LayerPools]],
     batches: list[StepBatch],
 ) -> None:
-    variant = {"qk_norm": True, "qkv_bias": True}
+    variant = {"qk_norm": "head", "qkv_bias": True}
     step = traced(**variant)
     tensors = random_tensors(step)
     alive: set[str] = set()
@@ -108,7 +108,9 @@ def test_a_weight_is_freed_before_the_next_node_reads_its_own(
         return values
 
     run_steps(step, read, batches, empty_pools(**variant))
-    projections = [f"layers.{layer}.{name}_proj.weight" for layer in range(2) for name in "qkv"]
+    projections = [
+        f"layers.{layer}.attention.{name}_proj.weight" for layer in range(2) for name in "qkv"
+    ]
     assert seen_together == {frozenset(), *(frozenset([name]) for name in projections)}
     assert alive == set()
 

@@ -14,7 +14,8 @@ import pytest
 
 from llmbuild.builder.graph.onnx_domain import translation_table
 from llmbuild.builder.graph.step_graph import StepGraph
-from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.canonical import expected_tensors
+from llmbuild.builder.models.config import NO_ROPE, DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.models.rope import inverse_frequencies
 from llmbuild.version import __version__
 
@@ -24,12 +25,13 @@ TRACE_8B = """
 import resource
 import onnxscript, torch, torch.onnx._internal.exporter._core
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.models.config import DecoderConfig, RopeConfig
+from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 
 def config(layers, vocab_size, hidden, inner, heads, kv_heads, head_dim):
+    rope = RopeConfig("default", 5e5, head_dim)
     return DecoderConfig(
-        "llama", vocab_size, hidden, inner, layers, heads, kv_heads, head_dim, 1e-5,
-        RopeConfig("default", 5e5), 131072, False, False, False, False, False, (0,) * layers,
+        "llama", vocab_size, hidden, inner, layers, heads, kv_heads, head_dim, 131072, False,
+        NormConfig(1e-5), (rope,), (0,) * layers, (0,) * layers, head_dim**-0.5,
     )
 
 def peak():
@@ -43,7 +45,8 @@ print(values, peak() - before)
 """
 
 
-def canonical_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def plain_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The canonical weights of a plain decoder, as docs/models.md describes them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -53,19 +56,19 @@ def canonical_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     projections = {
-        "q_proj": (q, hidden, config.qkv_bias),
-        "k_proj": (kv, hidden, config.qkv_bias),
-        "v_proj": (kv, hidden, config.qkv_bias),
-        "o_proj": (hidden, q, config.o_bias),
-        "gate_proj": (inner, hidden, config.mlp_bias),
-        "up_proj": (inner, hidden, config.mlp_bias),
-        "down_proj": (hidden, inner, config.mlp_bias),
+        "attention.q_proj": (q, hidden, config.qkv_bias),
+        "attention.k_proj": (kv, hidden, config.qkv_bias),
+        "attention.v_proj": (kv, hidden, config.qkv_bias),
+        "attention.o_proj": (hidden, q, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
     for layer in range(config.num_layers):
         for norm in ("attn_norm", "mlp_norm"):
             shapes[f"layers.{layer}.{norm}.weight"] = (hidden,)
         for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-            shapes[f"layers.{layer}.{norm}.weight"] = (config.head_dim,)
+            shapes[f"layers.{layer}.attention.{norm}.weight"] = (config.head_dim,)
         for name, (rows, columns, bias) in projections.items():
             shapes[f"layers.{layer}.{name}.weight"] = (rows, columns)
             if bias:
@@ -101,49 +104,91 @@ def test_inputs_output_and_dimensions_are_the_contracts(
     assert rows == {"T", "R"}
 
 
+def test_plain_decoders_weights_are_those_of_the_list(
+    traced: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    plain_variant: dict[str, Any],
+) -> None:
+    config = decoder_config(**without_precision(plain_variant))
+    weights = traced(**plain_variant).weights
+    assert {name: weight.shape for name, weight in weights.items()} == plain_shapes(config)
+
+
 def test_initialisers_are_the_canonical_weights_and_the_rotary_frequencies(
     traced: Callable[..., StepGraph],
     decoder_config: Callable[..., DecoderConfig],
     variant: dict[str, Any],
 ) -> None:
     step, config = traced(**variant), decoder_config(**without_precision(variant))
-    expected = canonical_shapes(config)
+    expected = expected_tensors(config)
     assert {name: weight.shape for name, weight in step.weights.items()} == expected
     assert all(weight.sources == (name,) for name, weight in step.weights.items())
-    assert set(step.graph.initializers) == {*expected, "inv_freq"}
-    frequencies = inverse_frequencies(config.rope, config.head_dim)
-    np.testing.assert_array_equal(step.constants["inv_freq"], frequencies)
+    frequencies = {
+        f"ropes.{index}.inv_freq": inverse_frequencies(rope)
+        for index, rope in enumerate(config.ropes)
+        if rope.kind != "dynamic"  # works them out from each sequence's length
+    }
+    assert step.constants.keys() == frequencies.keys()
+    for name, values in frequencies.items():
+        np.testing.assert_array_equal(step.constants[name], values)
+    shapes = expected | {name: values.shape for name, values in frequencies.items()}
+    assert step.graph.initializers.keys() == shapes.keys()
     for name, value in step.graph.initializers.items():
         assert value.const_value is None
-        assert tuple(value.shape.numpy()) == (expected | {"inv_freq": frequencies.shape})[name]
+        assert tuple(value.shape.numpy()) == shapes[name]
 
 
 def test_matrices_have_the_precision_and_vectors_are_fp32(
     traced: Callable[..., StepGraph], variant: dict[str, Any]
 ) -> None:
     step, precision = traced(**variant), variant.get("precision", "fp32")
-    expected = {1: "fp32", 2: precision}
+    expected = {1: "fp32", 2: precision, 3: precision}
     assert all(weight.dtype == expected[len(weight.shape)] for weight in step.weights.values())
     onnx_type = {"fp32": FLOAT, "bf16": ir.DataType.BFLOAT16}
     for name, weight in step.weights.items():
         assert step.graph.initializers[name].dtype == onnx_type[weight.dtype]
 
 
-def test_each_layers_window_scale_and_index_reach_its_attention(
+def test_each_layers_window_scale_cap_and_index_reach_its_attention(
     traced: Callable[..., StepGraph],
 ) -> None:
-    step = traced(windows=(0, 5), norm_eps=1e-3)
+    step = traced(windows=(0, 5), norm=NormConfig(1e-3), attention_soft_cap=1.5)
     attributes = [
         {name: attribute.value for name, attribute in node.attributes.items()}
         for node in step.graph
         if node.op_type == "paged_attention"
     ]
     assert attributes == [
-        {"layer": 0, "scale": 0.5, "window": 0},
-        {"layer": 1, "scale": 0.5, "window": 5},
+        {"layer": 0, "scale": 0.5, "window": 0, "soft_cap": 1.5},
+        {"layer": 1, "scale": 0.5, "window": 5, "soft_cap": 1.5},
     ]
     norms = [node for node in step.graph if node.op_type == "rms_norm"]
     assert [node.attributes["eps"].as_float() for node in norms] == [1e-3] * 5
+
+
+def test_each_layer_turns_by_its_own_table_or_not_at_all(
+    traced: Callable[..., StepGraph],
+) -> None:
+    ropes = tuple(RopeConfig("default", theta, size) for theta, size in ((1e4, 4), (5e5, 2)))
+    three = {"num_layers": 3, "windows": (0, 0, 0)}
+    step = traced(ropes=ropes, layer_ropes=(1, NO_ROPE, 0), **three)
+    turned = {}
+    for node in step.graph:
+        if node.op_type == "paged_attention":
+            rotary = node.inputs[0].producer()
+            turns = rotary.op_type == "rotary"
+            table = rotary.inputs[1].producer().inputs[1].name if turns else None
+            turned[node.attributes["layer"].as_int()] = table
+    assert turned == {0: "ropes.1.inv_freq", 1: None, 2: "ropes.0.inv_freq"}
+
+
+def test_a_rope_that_no_layer_turns_by_leaves_nothing(
+    lowerable: Callable[..., StepGraph],
+) -> None:
+    ropes = tuple(RopeConfig("default", theta, 4) for theta in (1e4, 5e5))
+    step = lowerable(ropes=ropes, layer_ropes=(1, 1))
+    assert [node.op_type for node in step.graph].count("rope_table") == 1
+    assert step.constants.keys() <= set(step.graph.initializers)
 
 
 def test_tracing_an_8b_model_allocates_no_weight() -> None:

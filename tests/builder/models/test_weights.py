@@ -154,6 +154,8 @@ def test_gguf_name_maps_agree_with_the_gguf_library() -> None:
         for canonical, hf in family.hf_names.items():
             if not qk_norm and ("q_norm" in canonical or "k_norm" in canonical):
                 continue
+            if "post_norm" in canonical:
+                continue  # of other families, which share the map
             theirs = names.get_name(hf.format(l=1), try_suffixes=(".weight", ".bias"))
             assert theirs == family.gguf_names[canonical].format(l=1)
 

@@ -25,6 +25,7 @@ class Attention:
     norm_width: int = HEAD_DIM
     same_table: bool = True
     rotate_q: bool = True
+    rotate_k: bool = True
 
     def __post_init__(self) -> None:
         sketch = self.sketch
@@ -34,11 +35,12 @@ class Attention:
         self.q_weight, self.k_weight = (sketch.weight(n, (self.norm_width,)) for n in "ab")
         self.q_normed = self._norm(self.q, self.q_weight, Q, self.q_eps)
         self.k_normed = self._norm(self.k, self.k_weight, K, self.k_eps)
-        self.q_turned, self.k_turned = self.q_normed, None
+        self.q_turned, self.k_turned = self.q_normed, self.k_normed
         if self.rotate_q:
-            self.q_turned = sketch.node("rotary", [self.q_normed, self.tables[0]], Q)
-        k_table = self.tables[0 if self.same_table else 1]
-        self.k_turned = sketch.node("rotary", [self.k_normed, k_table], K)
+            self.q_turned = self._turn(self.q_normed, self.tables[0], Q)
+        if self.rotate_k:
+            k_table = self.tables[0 if self.same_table else 1]
+            self.k_turned = self._turn(self.k_normed, k_table, K)
         self.written = sketch.node(
             "kv_write",
             [self.k_turned, self.v, *self.where],
@@ -52,6 +54,10 @@ class Attention:
             Q,
             attributes={"layer": 3, "scale": 0.5, "window": 0},
         )
+
+    def _turn(self, x: ir.Value, table: ir.Value, shape: tuple[Any, ...]) -> ir.Value:
+        attributes = {"head_dim": HEAD_DIM}
+        return self.sketch.node("rotary", [x, table], shape, attributes=attributes)
 
     def _norm(
         self, x: ir.Value, weight: ir.Value, shape: tuple[Any, ...], eps: float | None
@@ -101,8 +107,12 @@ def test_head_norms_of_one_eps_are_taken_in(sketch: Any, kinds: Kinds) -> None:
         {"q_eps": 0.25},
         {"k_eps": 0.25},
         {"q_eps": 0.25, "k_eps": 0.25, "norm_width": 2 * HEAD_DIM},
+        {"q_eps": 0.25, "k_eps": 0.25, "norm_width": HEAD_DIM // 2},
     ],
-    ids=["two values of eps", "of Q alone", "of K alone", "over more than a head"],
+    ids=[
+        *("two values of eps", "of Q alone", "of K alone"),
+        *("over more than a head", "over less than a head"),
+    ],
 )
 def test_norms_that_the_node_has_no_room_for_stay_before_it(
     sketch: Any, kinds: Kinds, norms: dict[str, Any]
@@ -137,7 +147,7 @@ def test_rotary_that_another_node_reads_keeps_the_nodes_apart(
     assert kinds(step) == before
 
 
-@pytest.mark.parametrize("layer", [{"same_table": False}, {"rotate_q": False}])
+@pytest.mark.parametrize("layer", [{"same_table": False}, {"rotate_q": False}, {"rotate_k": False}])
 def test_q_and_k_that_arent_turned_alike_keep_the_nodes_apart(
     sketch: Any, kinds: Kinds, layer: dict[str, bool]
 ) -> None:
@@ -145,6 +155,34 @@ def test_q_and_k_that_arent_turned_alike_keep_the_nodes_apart(
     before = kinds(step)
     place_rope_kv_write(step)
     assert kinds(step) == before
+
+
+@pytest.mark.parametrize("eps", [None, 0.25], ids=["bare", "normed"])
+def test_without_rotary_attention_reads_q_through_the_write_and_waits_for_it(
+    sketch: Any, kinds: Kinds, eps: float | None
+) -> None:
+    layer = Attention(sketch, q_eps=eps, k_eps=eps, rotate_q=False, rotate_k=False)
+    step = layer.step()
+    norms = ["rms_norm"] * kinds(step).count("rms_norm")
+    place_rope_kv_write(step)
+    assert kinds(step) == [*norms, "rope_kv_write", "paged_attention"]
+    node = fused(step)
+    nothing = (None, None, None)  # no table, no norms
+    assert node.inputs == (layer.q_normed, layer.k_normed, layer.v, *nothing, *layer.where)
+    assert node.attributes["layer"].as_int() == 3
+    attention = step.graph[-1]
+    assert attention.inputs[:2] == node.outputs
+    assert node.outputs[0].name != layer.q_normed.name
+    assert (node.outputs[0].shape, node.outputs[0].dtype) == (ir.Shape(Q), layer.q.dtype)
+
+
+def test_without_rotary_other_readers_of_q_go_on_reading_it(sketch: Any, kinds: Kinds) -> None:
+    layer = Attention(sketch, rotate_q=False, rotate_k=False)
+    other = sketch.node("Sigmoid", [layer.q], Q)
+    step = layer.step(other)
+    place_rope_kv_write(step)
+    assert sorted(kinds(step)) == ["Sigmoid", "paged_attention", "rope_kv_write"]
+    assert other.producer().inputs == (layer.q,)
 
 
 def test_write_that_two_attentions_wait_for_stays(sketch: Any, kinds: Kinds) -> None:

@@ -53,7 +53,7 @@ def value_of_no_graph(step: StepGraph) -> None:
 
 
 def unknown_op(step: StepGraph) -> None:
-    first(step, "rms_norm").op_type = "layer_norm"
+    first(step, "rms_norm").op_type = "group_norm"
 
 
 def output_renamed(step: StepGraph) -> None:
@@ -84,7 +84,7 @@ BREACHES: dict[Callable[[StepGraph], None], str] = {
     waits_for_another_layers_write: "attention of layer 1 doesn't wait",
     read_before_made: "reads before it is made",
     value_of_no_graph: "node_rms_norm: reads before it is made",
-    unknown_op: "layer_norm: no such plugin",
+    unknown_op: "group_norm: no such plugin",
     output_renamed: "its output changed",
     output_added: "its output changed",
     inputs_reordered: "its inputs changed",
