@@ -33,7 +33,9 @@ from llmbuild.runtime.replay import (
 MAX_STORED_COLUMNS = 4096
 TIMEOUT_S = 1800
 _SEED = 20170612
-_LONGEST = 512  # tokens; the reference holds the scores of all pairs of a sequence's tokens
+# Tokens of a sequence in the largest step, where that is enough to fill it: the reference holds the
+# scores of all pairs of them.
+_LONGEST = 512
 
 
 class _Script:
@@ -84,8 +86,8 @@ def make_batches(
     """Steps to verify with, and the KV blocks that they need, the scratch block included.
 
     Prompts of one token, of a block and one more or less, of several blocks in chunks; a step of
-    decode and prefill mixed; every decode bucket; the largest bucket with padding; and the largest
-    step, which reaches every byte of the memory plan.
+    decode and prefill mixed; every decode bucket; the largest bucket with padding; and a step of
+    as many tokens as the limits allow, which fills the buffers of the memory plan.
     """
     sequences, block = max(buckets), kv.block_size
     capacity = min(5 * block, limits.max_sequence_length)
@@ -108,7 +110,8 @@ def _largest_step(
     limits: Limits, kv: KVLayout, vocab_size: int, first_block: int
 ) -> tuple[StepBatch, int]:
     """As many tokens as a step may have, in few long sequences; and the blocks up to there."""
-    capacity = min(_LONGEST, limits.max_sequence_length)
+    shortest = -(-limits.max_step_tokens // limits.max_sequences)  # that fill the step
+    capacity = min(max(_LONGEST, shortest), limits.max_sequence_length)
     count = min(-(-limits.max_step_tokens // capacity), limits.max_sequences)
     script = _Script(kv, vocab_size, count, capacity, first_block)
     total = limits.max_step_tokens

@@ -1,4 +1,4 @@
-"""An install holds what the checkout holds: every package, module and kernel header."""
+"""An install holds what the checkout holds: every package, module, kernel header, template."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 import llmbuild
 
-SUFFIXES = {".py", ".h", ".typed"}
+SUFFIXES = (".py", ".h", ".cpp.in", ".html.in", ".typed")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def installed_paths(checkout: Path, setuptools_table: dict[str, Any]) -> dict[st
         "/".join([*package.split("."), *path.relative_to(checkout / folder).parts]): path
         for package, folder in setuptools_table["package-dir"].items()
         for path in sorted((checkout / folder).rglob("*"))
-        if path.suffix in SUFFIXES
+        if path.name.endswith(SUFFIXES)
     }
 
 
@@ -54,7 +54,7 @@ def test_checkout_has_no_unmapped_package(checkout: Path, setuptools_table: dict
     assert on_disk <= set(setuptools_table["package-dir"].values())
 
 
-def test_wheel_holds_every_module_and_kernel_header(
+def test_wheel_holds_every_module_kernel_header_and_template(
     checkout: Path,
     setuptools_table: dict[str, Any],
     installed_paths: dict[str, Path],

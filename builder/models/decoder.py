@@ -147,6 +147,8 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
+        plain = not config.post_norm and config.residual_scale == 1
+        assert plain or not config.parallel_residual, "no model has both"
         self.attention = Attention(config, index, dtype)
         if config.moe is not None and config.has_moe(index):
             self.mlp: nn.Module = Moe(config, config.moe, dtype)

@@ -7,6 +7,7 @@ import inspect
 import sys
 from types import ModuleType
 
+from llmbuild.builder.checkpoint.gguf_architectures import ARCHITECTURES
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import FAMILIES, Family
 
@@ -39,12 +40,13 @@ _PACKAGE = "llmbuild.builder.models.families"
 
 def rows() -> list[tuple[str, str, str, str]]:
     """For each family: its name, what it covers, its features, the formats it is read from."""
+    from_gguf = {kind.model_type for kinds in ARCHITECTURES.values() for kind in kinds}
     return [
         (
             family.name,
             _covers(module_of(family)),
             ", ".join(FEATURES[field] for field in features(family)) or "-",
-            "safetensors, GGUF" if family.gguf_names else "safetensors",
+            "safetensors, GGUF" if family.name in from_gguf else "safetensors",
         )
         for family in sorted(FAMILIES, key=lambda family: family.name)
     ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmbuild.builder.targets.cpu import build as cpu_build
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.emit import emit
-from llmbuild.builder.targets.cpu.memory import ArenaPlan
+from llmbuild.builder.targets.cpu.memory import ArenaPlan, plan_arena
 from llmbuild.builder.targets.cpu.plan import Call, Pool, StepPlan
 from llmbuild.builder.verify import MAX_STORED_COLUMNS, make_batches, stored_steps
 from llmbuild.errors import InternalError
@@ -86,6 +86,8 @@ def check(limits: Limits, block_size: int, buckets: tuple[int, ...]) -> list[Ste
                 assert written[slot] == (int(table[0]), earlier)
     decode_sizes = {batch.num_sequences for batch in batches if batch.is_decode}
     assert set(buckets) <= decode_sizes
+    most = min(limits.max_step_tokens, limits.max_sequences * limits.max_sequence_length)
+    assert batches[-1].num_tokens == most
     return batches
 
 
@@ -104,6 +106,11 @@ def test_limits_at_their_edges_are_covered_too(
 ) -> None:
     for step_tokens in {max(buckets), max(buckets) + 1, 512}:
         check(limits_of(length, step_tokens, max(buckets)), min(block_size, length), buckets)
+
+
+def test_step_of_one_sequence_is_filled_however_long_it_must_be() -> None:
+    batches = check(limits_of(2048, 700, 1), 16, (1,))
+    assert batches[-1].num_tokens == 700
 
 
 def test_ordinary_limits_give_prompts_around_a_block_chunks_mixed_steps_and_padding() -> None:
@@ -181,6 +188,19 @@ def tiny(hf_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+def halved(plan: StepPlan, limits: Limits) -> ArenaPlan:
+    """Every buffer begins, aligned, at half of where it should."""
+    arena = plan_arena(plan, limits)
+    offsets = {buffer: offset // 128 * 64 for buffer, offset in arena.offsets.items()}
+    return replace(arena, offsets=offsets)
+
+
+def for_smaller_steps(plan: StepPlan, limits: Limits) -> ArenaPlan:
+    """Buffers have room for half of a step's tokens; the arena is as large as it should be."""
+    half = limits_of(limits.max_sequence_length, limits.max_step_tokens // 2, 1)
+    return replace(plan_arena(plan, half), size_bytes=plan_arena(plan, limits).size_bytes)
+
+
 def published(folder: Path) -> list[str]:
     """Everything that a build left beside its input."""
     return [path.name for path in folder.iterdir() if "engine" in path.name]
@@ -195,6 +215,20 @@ def test_wrong_code_fails_the_build_and_nothing_is_published(
     fault: Emit,
 ) -> None:
     monkeypatch.setattr(cpu_build, "emit", fault)
+    with pytest.raises(InternalError, match=r"logits differ from the reference's by .* of the"):
+        compile_engine(tiny)
+    assert published(tmp_path) == []
+
+
+@pytest.mark.parametrize("plan", [halved, for_smaller_steps])
+def test_buffers_that_overlap_in_the_largest_step_fail_the_build(
+    tiny: Any,
+    compile_engine: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    plan: Callable[[StepPlan, Limits], ArenaPlan],
+) -> None:
+    monkeypatch.setattr(cpu_build, "plan_arena", plan)
     with pytest.raises(InternalError, match=r"logits differ from the reference's by .* of the"):
         compile_engine(tiny)
     assert published(tmp_path) == []

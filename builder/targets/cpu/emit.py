@@ -3,7 +3,7 @@
 from pathlib import Path
 from string import Template
 
-from llmbuild.builder.targets.cpu.lower import CPP_TYPES
+from llmbuild.builder.targets.cpu.lowering import CPP_TYPES
 from llmbuild.builder.targets.cpu.memory import ArenaPlan
 from llmbuild.builder.targets.cpu.pack import packed_bytes, weight_offsets
 from llmbuild.builder.targets.cpu.plan import (

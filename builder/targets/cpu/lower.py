@@ -4,20 +4,16 @@ A kernel's template and argument order are those of its header, plugins/<name>/c
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import onnx_ir as ir
 
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, Lowering
 from llmbuild.builder.targets.cpu.plan import (
-    Argument,
     Batch,
-    Buffer,
-    Call,
     Expression,
     Layout,
-    PackedWeight,
     Pool,
     Rows,
     StepInput,
@@ -27,7 +23,6 @@ from llmbuild.builder.targets.cpu.plan import (
 from llmbuild.errors import BuildError
 from llmbuild.plugins.registry import DOMAIN
 
-CPP_TYPES = {"fp32": "float", "bf16": "bf16"}
 CPP_ACTIVATIONS = {
     "silu": "Silu",
     "gelu": "Gelu",
@@ -36,125 +31,6 @@ CPP_ACTIVATIONS = {
     "relu2": "Relu2",
 }
 _CPP_SCORINGS = {"softmax": "Softmax", "top_k_softmax": "TopKSoftmax"}
-
-
-_TILED = {("linear", 1), ("moe_experts", 3), ("moe_experts", 4)}  # (operation, input)
-
-
-class Lowering:
-    """The state of one lowering: where each graph value lives, and the calls so far."""
-
-    def __init__(
-        self, step: StepGraph, config: DecoderConfig, kv_dtype: str, block_size: int
-    ) -> None:
-        self.step = step
-        self.config = config
-        self.kv_dtype = kv_dtype
-        self.block_size = block_size
-        self.views: dict[ir.Value, View] = {}
-        self.expressions: dict[ir.Value, Expression] = {}  # not computed until a kernel needs them
-        self.weights: dict[str, PackedWeight] = {}
-        self.calls: list[Call] = []
-
-    def run(self) -> StepPlan:
-        for node in self.step.graph:
-            lower = _LOWER.get((node.domain, node.op_type))
-            if lower is None:
-                raise BuildError(
-                    f"the cpu target has no implementation of {node.domain or 'ai.onnx'}::"
-                    f"{node.op_type}, which makes {node.outputs[0].name!r}; it implements "
-                    f"{', '.join(sorted(name for _, name in _LOWER))}"
-                )
-            lower(self, node)
-        logits = self.view(self.step.graph.outputs[0]).buffer
-        return StepPlan(
-            calls=tuple(self.calls),
-            weights=tuple(self.weights.values()),
-            logits=logits,
-            kv_dtype=self.kv_dtype,
-            kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            block_size=self.block_size,
-            num_layers=self.config.num_layers,
-        )
-
-    def call(
-        self, kernel: str, template: tuple[str | int, ...], *arguments: Argument, out: list[View]
-    ) -> None:
-        writes = tuple(view.buffer for view in out)
-        self.calls.append(Call(kernel, template, arguments, writes))
-
-    def output(self, value: ir.Value, width: int, **kind: Any) -> View:
-        """A new buffer for a value of this many columns; kind: further fields of Buffer."""
-        assert value.shape is not None
-        buffer = Buffer(str(value.name), Rows(str(value.shape[0])), width, **kind)
-        view = View(buffer, 0, width)
-        self.views[value] = view
-        return view
-
-    def scratch(self, value: ir.Value, purpose: str, rows: Rows, width: int, **kind: Any) -> View:
-        """A buffer that only the calls of one node share."""
-        return View(Buffer(f"{value.name}.{purpose}", rows, width, **kind), 0, width)
-
-    def view(self, value: ir.Value | None) -> View:
-        """Where a value lies, computing it now if it is an expression."""
-        assert value is not None
-        if value in self.expressions:
-            self._compute(value, self.expressions.pop(value))
-        return self.views[value]
-
-    def operand(self, value: ir.Value | None) -> Expression | View:
-        """A value as part of an expression: inlined where nothing else reads it."""
-        assert value is not None
-        if value in self.expressions and len(value.uses()) == 1:
-            return self.expressions.pop(value)
-        return self.view(value)
-
-    def _compute(self, value: ir.Value, expression: Expression) -> None:
-        """In place of an operand that nothing reads afterwards, where there is one: so logits are
-        never held twice."""
-        y = self._dying_operand(expression)
-        if y is None:
-            y = self.output(value, expression.width)
-        self.views[value] = y
-        rows = y.buffer.count
-        self.call("elementwise", (expression.width, y.stride), y, rows, expression, out=[y])
-
-    def _dying_operand(self, expression: Expression) -> View | None:
-        for operand in expression.operands:
-            if isinstance(operand, Expression):
-                found = self._dying_operand(operand)
-                if found is not None:
-                    return found
-            elif isinstance(operand, View) and operand.width == operand.stride == expression.width:
-                owners = [v for v, view in self.views.items() if view.buffer == operand.buffer]
-                if len(owners) == 1 and len(owners[0].uses()) == 1:
-                    return operand
-        return None
-
-    def weight(self, value: ir.Value | None) -> PackedWeight:
-        """A weight or constant, tiled when any linear reads it, else in rows."""
-        assert value is not None
-        name = str(value.name)
-        if name not in self.weights:
-            tiled = any((user.op_type, slot) in _TILED for user, slot in value.uses())
-            if name in self.step.constants:
-                shape, dtype = self.step.constants[name].shape, "fp32"
-            else:
-                shape, dtype = self.step.weights[name].shape, self.step.weights[name].dtype
-            layout = Layout.TILES_OF_16 if tiled else Layout.ROWS
-            self.weights[name] = PackedWeight(name, shape, dtype, layout)
-        return self.weights[name]
-
-    def optional_weight(self, value: ir.Value | None) -> PackedWeight | None:
-        return None if value is None else self.weight(value)
-
-    @property
-    def heads(self) -> tuple[str | int, ...]:
-        """KV type, heads, KV heads, head_dim, block size: the head of the KV kernels' templates."""
-        config = self.config
-        kv_type = CPP_TYPES[self.kv_dtype]
-        return (kv_type, config.num_heads, config.num_kv_heads, config.head_dim, self.block_size)
 
 
 def _linear(lowering: Lowering, node: ir.Node) -> None:
@@ -419,4 +295,24 @@ def lower(step: StepGraph, config: DecoderConfig, kv_dtype: str, block_size: int
 
     Raises BuildError, naming the node, for an operation that the target lacks.
     """
-    return Lowering(step, config, kv_dtype, block_size).run()
+    lowering = Lowering(step, config, kv_dtype, block_size)
+    for node in step.graph:
+        lower_node = _LOWER.get((node.domain, node.op_type))
+        if lower_node is None:
+            raise BuildError(
+                f"the cpu target has no implementation of {node.domain or 'ai.onnx'}::"
+                f"{node.op_type}, which makes {node.outputs[0].name!r}; it implements "
+                f"{', '.join(sorted(name for _, name in _LOWER))}"
+            )
+        lower_node(lowering, node)
+    logits = lowering.view(step.graph.outputs[0]).buffer
+    return StepPlan(
+        calls=tuple(lowering.calls),
+        weights=tuple(lowering.weights.values()),
+        logits=logits,
+        kv_dtype=kv_dtype,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        num_layers=config.num_layers,
+    )

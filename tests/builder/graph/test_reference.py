@@ -26,43 +26,47 @@ def relative_error(got: NDArray[np.float32], want: NDArray[np.float32]) -> float
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-@pytest.mark.parametrize("with_passes", [False, True])
 def test_steps_run_together_equal_the_eager_decoder_step_by_step(
     traced: Callable[..., StepGraph],
     decoder_config: Callable[..., DecoderConfig],
     random_tensors: Callable[[StepGraph], Tensors],
     empty_pools: Callable[..., list[LayerPools]],
     batches: list[StepBatch],
-    with_passes: bool,
     variant: dict[str, Any],
 ) -> None:
-    step = traced(**variant)
+    """Before the passes and after them."""
+    step, fused = traced(**variant), traced(**variant)
+    run_passes(fused)
     tensors = random_tensors(step)
     overrides = dict(variant)
     precision = overrides.pop("precision", "fp32")
     decoder = Decoder(decoder_config(**overrides), TORCH_DTYPES[precision])
     state = {name: torch.from_numpy(values) for name, values in (tensors | step.constants).items()}
     decoder.load_state_dict(state)
-    pools, eager_pools = empty_pools(**variant), empty_pools(**variant)
-    if with_passes:
-        run_passes(step)
-    got = run_steps(step, tensors.__getitem__, batches, pools)
-    # fp32's rounding through two layers; in bf16 a key may round to its neighbour.
-    tolerance = {"fp32": 1e-5, "bf16": 1e-2}[precision]
-    assert len(got) == len(batches)
-    for batch, logits in zip(batches, got, strict=True):
+    eager_pools, eager = empty_pools(**variant), []
+    for batch in batches:
         fields = ("token_ids", "positions", "query_start", "kv_lengths", "block_tables")
         arrays = (getattr(batch, name) for name in (*fields, "logit_rows"))
         with bind_kv_pools(eager_pools), torch.no_grad():
-            want = decoder(*map(torch.from_numpy, arrays)).numpy()
-        assert logits.dtype == np.float32
-        assert logits.shape == (len(batch.logit_rows), 37)
-        assert relative_error(logits, want) < tolerance
-    for layer, eager in zip(pools, eager_pools, strict=True):
-        for pool, expected in ((layer.k, eager.k), (layer.v, eager.v)):
-            assert torch.equal(pool.isnan(), expected.isnan())  # the same slots were written
+            eager.append(decoder(*map(torch.from_numpy, arrays)).numpy())
+    # fp32's rounding through two layers; in bf16 a key may round to its neighbour.
+    tolerance = {"fp32": 1e-5, "bf16": 1e-2}[precision]
+    for graph in (step, fused):
+        pools = empty_pools(**variant)
+        got = run_steps(graph, tensors.__getitem__, batches, pools)
+        for batch, logits, want in zip(batches, got, eager, strict=True):
+            assert logits.dtype == np.float32
+            assert logits.shape == (len(batch.logit_rows), 37)
+            assert relative_error(logits, want) < tolerance
+        assert_pools_equal(pools, eager_pools, tolerance)
+
+
+def assert_pools_equal(got: list[LayerPools], expected: list[LayerPools], tolerance: float) -> None:
+    for one, other in zip(got, expected, strict=True):
+        for pool, want in ((one.k, other.k), (one.v, other.v)):
+            assert torch.equal(pool.isnan(), want.isnan())  # the same slots were written
             torch.testing.assert_close(
-                pool.float(), expected.float(), rtol=tolerance, atol=tolerance, equal_nan=True
+                pool.float(), want.float(), rtol=tolerance, atol=tolerance, equal_nan=True
             )
 
 
@@ -73,8 +77,8 @@ def test_every_canonical_tensor_is_read_once(
     empty_pools: Callable[..., list[LayerPools]],
     batches: list[StepBatch],
     with_passes: bool,
-    variant: dict[str, Any],
 ) -> None:
+    variant = {"qk_norm": "head", "qkv_bias": True, "tie_embeddings": True}
     step, reads = traced(**variant), Counter[str]()
     tensors = random_tensors(step)
     if with_passes:

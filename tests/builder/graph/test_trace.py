@@ -17,6 +17,7 @@ from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.canonical import expected_tensors
 from llmbuild.builder.models.config import NO_ROPE, DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.models.rope import inverse_frequencies
+from llmbuild.plugins.registry import PLUGINS
 from llmbuild.version import __version__
 
 INT32, FLOAT = ir.DataType.INT32, ir.DataType.FLOAT
@@ -217,7 +218,8 @@ def test_saved_graph_is_valid_onnx_that_holds_no_data_and_nothing_of_this_machin
     onnx.checker.check_model(model, full_check=True)
     assert not model.graph.initializer
     attributes = [attribute for node in model.graph.node for attribute in node.attribute]
-    assert onnx.AttributeProto.TENSOR not in {attribute.type for attribute in attributes}
+    tensors = [each.t for each in attributes if each.type == onnx.AttributeProto.TENSOR]
+    assert all(not tensor.dims for tensor in tensors)  # a multiplier at most
     inputs = {value.name: value for value in model.graph.input}
     assert {*step.weights, *step.constants} < set(inputs)
     for name, weight in step.weights.items():
@@ -227,3 +229,29 @@ def test_saved_graph_is_valid_onnx_that_holds_no_data_and_nothing_of_this_machin
     content = path.read_bytes()
     assert not re.search(rb"torch|\.py|pkg\.|" + re.escape(str(checkout).encode()), content)
     assert step.graph.initializers.keys() == {*step.weights, *step.constants}  # as before saving
+
+
+def test_documentation_lists_every_operation_with_its_inputs_and_attributes(
+    checkout: Path,
+) -> None:
+    """Optional inputs in brackets; *ragged* is three of the graph's inputs."""
+    listed = {}
+    for line in (checkout / "docs" / "step-graph.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`"):
+            inputs = cells[1].replace("*ragged*", "positions, query_start, block_tables")
+            optional = [name.startswith("[") for name in inputs.split(", ")]
+            listed[cells[0].strip("`")] = (optional, re.findall(r"`(\w+)`", cells[2]))
+    expected = {}
+    for name, op in PLUGINS.items():
+        arguments = op._opoverload._schema.arguments
+        types = {argument.name: str(argument.type) for argument in arguments}
+        tensors = [kind for kind in types.values() if "Tensor" in kind]
+        attributes = [name for name, kind in types.items() if "Tensor" not in kind]
+        expected[name] = ([kind.startswith("Optional") for kind in tensors], attributes)
+    assert {name: sorted(attributes) for name, (_, attributes) in listed.items()} == {
+        name: sorted(attributes) for name, (_, attributes) in expected.items()
+    }
+    assert {name: optional for name, (optional, _) in listed.items()} == {
+        name: optional for name, (optional, _) in expected.items()
+    }

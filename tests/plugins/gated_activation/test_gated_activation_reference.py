@@ -1,12 +1,13 @@
-"""The torch reference of gated_activation against float64."""
+"""The torch references of activation and gated_activation against float64."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from llmbuild.plugins.gated_activation.op import ACTIVATIONS, gated_activation
+from llmbuild.plugins.gated_activation.op import ACTIVATIONS, activation, gated_activation
 
 EPS = 2.0**-24
 
@@ -31,9 +32,35 @@ def test_far_gates_are_closed_or_open_without_overflow() -> None:
     assert got.tolist() == [[0.0, 0.0, 0.0, 400.0, 2e4]]
 
 
-def test_every_activation_is_of_the_gate_alone() -> None:
-    assert set(ACTIVATIONS) == {"silu"}
-    gate, up = torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0, -3.0]])
-    for name in ACTIVATIONS:
-        got = gated_activation(gate, up, name)
-        assert got[0, 0] == -got[0, 1] != 0
+EXPECTED: dict[str, Callable[[float], float]] = {
+    "silu": silu,
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+}
+
+
+def test_no_activation_is_without_its_formula() -> None:
+    assert set(ACTIVATIONS) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_each_activation_is_its_formula(kind: str) -> None:
+    x = np.array([[-9.0, -3.0, -1.0, -0.25, -1e-4, 0.0, 1e-4], [0.25, 0.5, 1, 2, 3, 9, 50]])
+    x = x.astype(np.float32)
+    got = activation(torch.from_numpy(x), kind).numpy()
+    assert (got.shape, got.dtype) == (x.shape, np.float32)
+    for value, result in zip(x.flatten(), got.flatten(), strict=True):
+        value = float(value)
+        # The tails of gelu are differences of near-equal numbers: errors are relative to x.
+        assert abs(float(result) - EXPECTED[kind](value)) <= 8 * EPS * max(abs(value), value**2)
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_gated_form_is_of_the_gate_alone(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    gate, up = (torch.from_numpy(rng.normal(0, 2, (3, 7)).astype(np.float32)) for _ in "ab")
+    expected = activation(gate, kind) * up
+    torch.testing.assert_close(gated_activation(gate, up, kind), expected, rtol=0, atol=0)
+    torch.testing.assert_close(gated_activation(gate, -up, kind), -expected, rtol=0, atol=0)

@@ -1,5 +1,7 @@
 """The torch reference of paged_attention against attention written out in float64."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -26,16 +28,24 @@ def attention_by_loops(
     positions: NDArray[np.int32],
     window: int,
     scale: float,
+    soft_cap: float,
+    sinks: NDArray[np.float32] | None,
 ) -> NDArray[np.float64]:
-    """q [n, H, D] of one sequence's last n tokens; keys, values [length, HKV, D]."""
+    """q [n, H, D] of one sequence's last n tokens; keys, values [length, HKV, D]. A sink is one
+    more score, whose weight falls on no value."""
     out = np.zeros(q.shape)
     group = q.shape[1] // keys.shape[1]
     for row, position in enumerate(positions):
         seen = [p for p in range(position + 1) if not window or position - p < window]
         for head in range(q.shape[1]):
             scores = [float(q[row, head].astype(np.float64) @ keys[p, head // group]) for p in seen]
-            weights = np.exp(scale * (np.array(scores) - max(scores)))
-            for p, weight in zip(seen, weights / weights.sum(), strict=True):
+            scores = [scale * score for score in scores]
+            if soft_cap:
+                scores = [soft_cap * math.tanh(score / soft_cap) for score in scores]
+            everything = scores if sinks is None else [*scores, float(sinks[head])]
+            total = sum(math.exp(score - max(everything)) for score in everything)
+            for p, score in zip(seen, scores, strict=True):
+                weight = math.exp(score - max(everything)) / total
                 out[row, head] += weight * values[p, head // group]
     return out
 
@@ -45,6 +55,8 @@ def check(
     sequences: list[tuple[int, int]],
     window: int,
     dtype: torch.dtype = torch.float32,
+    soft_cap: float = 0.0,
+    sinks: NDArray[np.float32] | None = None,
 ) -> None:
     heads, kv_heads, head_dim, block_size = shape
     rng = np.random.default_rng(sum(shape) + window)
@@ -68,16 +80,18 @@ def check(
             torch.from_numpy(q),
             torch.zeros(1, dtype=torch.int32),
             *map(torch.from_numpy, arrays),
+            None if sinks is None else torch.from_numpy(sinks),
             layer=1,
             scale=scale,
             window=window,
+            soft_cap=soft_cap,
         )
     assert (out.shape, out.dtype) == (q.shape, torch.float32)
     for s, (keys, values) in enumerate(whole):
         rows = slice(step.query_start[s], step.query_start[s + 1])
         expected = attention_by_loops(
             q[rows].reshape(-1, heads, head_dim),
-            *(keys, values, step.positions[rows], window, scale),
+            *(keys, values, step.positions[rows], window, scale, soft_cap, sinks),
         )
         got = out[rows].numpy().reshape(expected.shape)
         largest = np.abs(values).max(initial=1.0)
@@ -94,6 +108,25 @@ def test_ragged_step_with_shuffled_blocks_equals_loops(
 
 def test_keys_and_values_kept_in_bf16_are_read_as_what_they_are() -> None:
     check((6, 2, 6, 4), RAGGED, 5, torch.bfloat16)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 3.0, 1e6])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_scores_are_capped_before_the_softmax(
+    shape: tuple[int, int, int, int], soft_cap: float
+) -> None:
+    check(shape, RAGGED, 5, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("soft_cap", [0.0, 0.5])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_sink_of_each_head_takes_weight_from_the_values_and_is_not_capped(
+    shape: tuple[int, int, int, int], soft_cap: float, window: int
+) -> None:
+    """From sinks that take nearly nothing to those that take nearly all."""
+    sinks = np.linspace(-30, 6, shape[0]).astype(np.float32)
+    check(shape, RAGGED, window, soft_cap=soft_cap, sinks=sinks)
 
 
 @given(

@@ -17,8 +17,8 @@ SHAPES = [(1, 1, 2, 1), (6, 2, 6, 4), (3, 3, 10, 5)]  # H, HKV, D, BS
 Shape = tuple[int, int, int, int]
 
 
-def angles_of(positions: NDArray[np.int32], head_dim: int) -> NDArray[np.float64]:
-    return positions[:, None] * 100.0 ** (-np.arange(head_dim // 2) / head_dim)
+def angles_of(positions: NDArray[np.int32], turning: int) -> NDArray[np.float64]:
+    return positions[:, None] * 100.0 ** (-np.arange(turning // 2) / turning)
 
 
 def table_of(angles: NDArray[np.float64]) -> torch.Tensor:
@@ -28,9 +28,10 @@ def table_of(angles: NDArray[np.float64]) -> torch.Tensor:
 def turned_by_loops(
     x: NDArray[np.float32], angles: NDArray[np.float64], head_dim: int
 ) -> NDArray[np.float64]:
-    """Pairs (i, i + D/2) of every head as complex numbers, turned by the token's angles."""
-    out = np.zeros(x.shape)
-    half = head_dim // 2
+    """Pairs (i, i + R/2) of the first R elements of every head as complex numbers, turned by the
+    token's R/2 angles; the elements past R stay."""
+    out = x.astype(np.float64)
+    half = angles.shape[1]
     for token in range(x.shape[0]):
         for head in range(x.shape[1] // head_dim):
             for i in range(half):
@@ -83,9 +84,20 @@ def assert_pool_holds(pool: torch.Tensor, step: Step, rows: torch.Tensor) -> Non
 def test_rotary_turns_each_pair_of_every_head(shape: Shape) -> None:
     case = make(shape)
     for name in ("q", "k"):
-        got = rotary(torch.from_numpy(case[name]), table_of(case["angles"]))
+        got = rotary(torch.from_numpy(case[name]), table_of(case["angles"]), shape[2])
         expected = turned_by_loops(case[name], case["angles"], shape[2])
         assert np.abs(got.numpy() - expected).max() <= 4 * EPS * 2 * np.abs(case[name]).max()
+
+
+@pytest.mark.parametrize("turning", [2, 4, 8, 10])
+def test_rotary_leaves_what_lies_past_the_tables_width(turning: int) -> None:
+    case, head_dim = make(SHAPES[2]), SHAPES[2][2]
+    angles = angles_of(case["step"].positions, turning)
+    got = rotary(torch.from_numpy(case["q"]), table_of(angles), head_dim)
+    expected = turned_by_loops(case["q"], angles, head_dim)
+    assert np.abs(got.numpy() - expected).max() <= 4 * EPS * 2 * np.abs(case["q"]).max()
+    heads = got.numpy().reshape(-1, head_dim), case["q"].reshape(-1, head_dim)
+    np.testing.assert_array_equal(heads[0][:, turning:], heads[1][:, turning:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,3 +142,24 @@ def test_fusion_norms_then_turns_and_writes_v_as_it_is(shape: Shape, normed: boo
         row = written[block, :, offset].flatten().numpy()
         assert np.abs(row - expected_k[token]).max() <= bound
     assert (~written.isnan()).sum() == case["k"].size
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_without_a_table_nothing_turns_and_all_is_written(normed: bool) -> None:
+    shape = SHAPES[1]
+    case, head_dim, eps = make(shape), shape[2], 0.25
+    weights = np.random.default_rng(1).standard_normal((2, head_dim)).astype(np.float32)
+    q, k, v = (torch.from_numpy(case[name]) for name in ("q", "k", "v"))
+    norms = [*map(torch.from_numpy, weights)] if normed else [None, None]
+    with bind_kv_pools(case["pools"]):
+        got, _ = rope_kv_write(q, k, v, None, *norms, *where(case["step"]), layer=0, eps=eps)
+    expected_q, expected_k = (
+        normed_by_loops(case[name], weight, eps) if normed else case[name]
+        for name, weight in zip(("q", "k"), weights, strict=True)
+    )
+    bound = 32 * EPS * max(np.abs(expected_q).max(), np.abs(expected_k).max())
+    assert np.abs(got.numpy() - expected_q).max() <= (bound if normed else 0)
+    assert_pool_holds(case["pools"][0].v, case["step"], v)
+    for token, (block, offset) in enumerate(case["step"].slots(shape[3])):
+        row = case["pools"][0].k[block, :, offset].flatten().numpy()
+        assert np.abs(row - expected_k[token]).max() <= (bound if normed else 0)

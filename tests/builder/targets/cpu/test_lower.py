@@ -7,19 +7,19 @@ import onnx_ir as ir
 import pytest
 
 from llmbuild.builder.graph.step_graph import StepGraph
-from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.config import NO_ROPE, DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.plan import (
     Batch,
     Buffer,
     Call,
+    Count,
     Layout,
     PackedWeight,
     Pool,
     Rows,
     StepInput,
     StepPlan,
-    View,
 )
 from llmbuild.errors import BuildError
 
@@ -51,8 +51,8 @@ def test_calls_of_a_known_model_with_their_templates(plan_of: Callable[..., Step
         ("gather_rows", ("float", 20, 20)),
         ("rms_norm", (20, 20, 20, 20)),
         ("linear", ("float", 40, 20, 20, 40)),
-        ("rope_kv_write", ("float", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "false")),
-        ("paged_attention", ("float", 6, 2, 4, BLOCK_SIZE, 24, 24)),
+        ("rope_kv_write", ("float", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "false", 4)),
+        ("paged_attention", ("float", 6, 2, 4, BLOCK_SIZE, 24, 24, "false", "false")),
         ("linear", ("float", 20, 24, 24, 20)),
         ("add_rms_norm", (20, 20, 20, 20, 20)),
         ("linear", ("float", 38, 20, 20, 38)),
@@ -65,9 +65,9 @@ def test_calls_of_a_known_model_with_their_templates(plan_of: Callable[..., Step
 
 
 def test_qk_norm_and_dtypes_reach_the_templates(plan_of: Callable[..., StepPlan]) -> None:
-    plan = plan_of("bf16", kv_dtype="bf16", qk_norm=True)
+    plan = plan_of("bf16", kv_dtype="bf16", qk_norm="head")
     for call in calls(plan, "rope_kv_write"):
-        assert call.template == ("bf16", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "true")
+        assert call.template == ("bf16", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "true", 4)
     assert {call.template[0] for call in calls(plan, "linear")} == {"bf16"}
     embedding, wanted_rows = calls(plan, "gather_rows")
     assert embedding.template == ("bf16", 20, 20)
@@ -77,7 +77,7 @@ def test_qk_norm_and_dtypes_reach_the_templates(plan_of: Callable[..., StepPlan]
 
 
 def test_arguments_are_the_layers_own(plan_of: Callable[..., StepPlan]) -> None:
-    plan = plan_of(windows=(0, 7), qk_norm=True, norm_eps=1e-3)
+    plan = plan_of(windows=(0, 7), qk_norm="head", norm=NormConfig(1e-3))
     for layer, call in enumerate(calls(plan, "rope_kv_write")):
         batch, q, k, v, table, q_norm, k_norm, eps, k_pool, v_pool, turned = call.arguments
         assert batch == Batch()
@@ -85,12 +85,14 @@ def test_arguments_are_the_layers_own(plan_of: Callable[..., StepPlan]) -> None:
         assert q.buffer is k.buffer is v.buffer
         assert table.buffer == calls(plan, "rope_table")[0].writes[0]
         assert [w.name for w in (q_norm, k_norm)] == [
-            f"layers.{layer}.{name}_norm.weight" for name in "qk"
+            f"layers.{layer}.attention.{name}_norm.weight" for name in "qk"
         ]
         assert (eps, k_pool, v_pool) == (1e-3, Pool(layer, "k"), Pool(layer, "v"))
         attention = calls(plan, "paged_attention")[layer]
-        assert attention.arguments[:-1] == (Batch(), turned, k_pool, v_pool, 0.5, (0, 7)[layer])
-        assert attention.writes == (attention.arguments[-1].buffer,)
+        *given, out, soft_cap, sinks = attention.arguments
+        assert given == [Batch(), turned, k_pool, v_pool, 0.5, (0, 7)[layer]]
+        assert (soft_cap, sinks) == (0.0, None)
+        assert attention.writes == (out.buffer,)
 
 
 def test_split_gives_columns_of_the_merged_result(plan_of: Callable[..., StepPlan]) -> None:
@@ -107,10 +109,11 @@ def test_rows_that_need_logits_are_gathered_before_the_head(
     gather, head = plan.calls[-2:]
     source, index, rows, count = gather.arguments
     assert source.buffer.rows is Rows.TOKENS
-    assert (index, count, rows.buffer.rows) == (StepInput("logit_rows"), Rows.LOGIT_ROWS, count)
+    assert (index, count) == (StepInput("logit_rows"), Count(Rows.LOGIT_ROWS))
+    assert rows.buffer.rows is Rows.LOGIT_ROWS
     assert head.arguments[0] == rows
     assert head.writes == (plan.logits,) == (Buffer("logits", Rows.LOGIT_ROWS, 37),)
-    assert head.arguments[-1] is Rows.LOGIT_ROWS
+    assert head.arguments[-1] == Count(Rows.LOGIT_ROWS)
 
 
 def test_tied_embedding_is_one_tiled_weight_for_both_its_readers(
@@ -128,12 +131,12 @@ def test_tied_embedding_is_one_tiled_weight_for_both_its_readers(
 def test_matrices_of_linears_lie_in_tiles_and_all_else_in_rows(
     plan_of: Callable[..., StepPlan],
 ) -> None:
-    plan = plan_of("bf16", qkv_bias=True, qk_norm=True)
+    plan = plan_of("bf16", qkv_bias=True, qk_norm="head")
     in_rows = {weight.name for weight in plan.weights if weight.layout is Layout.ROWS}
     assert {name for name in in_rows if not name.startswith("layers.")} == {
         "embed.weight",
         "final_norm.weight",
-        "inv_freq",
+        "ropes.0.inv_freq",
     }
     for weight in plan.weights:
         if weight.name.startswith("layers."):
@@ -144,7 +147,7 @@ def test_matrices_of_linears_lie_in_tiles_and_all_else_in_rows(
 def test_biases_are_passed_and_absent_ones_are_null(plan_of: Callable[..., StepPlan]) -> None:
     linears = calls(plan_of(qkv_bias=True, num_layers=1, windows=(0,)), "linear")
     biases = [call.arguments[2] for call in linears]
-    assert biases[0].name == "+".join(f"layers.0.{name}_proj.bias" for name in "qkv")
+    assert biases[0].name == "+".join(f"layers.0.attention.{name}_proj.bias" for name in "qkv")
     assert biases[0].shape == (40,)
     assert biases[1:] == [None] * 4
 
@@ -159,11 +162,64 @@ def test_weights_are_listed_once_in_the_order_of_their_first_use(
 
 def test_every_buffer_is_written_before_it_is_read(plan_of: Callable[..., StepPlan]) -> None:
     written: set[Buffer] = set()
-    for call in plan_of(qk_norm=True).calls:
-        views = {a.buffer for a in call.arguments if isinstance(a, View)}
-        assert views - set(call.writes) <= written
+    for call in plan_of(qk_norm="head").calls:
+        assert call.buffers - set(call.writes) <= written
         assert not set(call.writes) & written  # each is written once
         written.update(call.writes)
+
+
+def test_soft_cap_and_sinks_reach_attention(plan_of: Callable[..., StepPlan]) -> None:
+    plan = plan_of(attention_soft_cap=1.5, attention_sinks=True)
+    for layer, call in enumerate(calls(plan, "paged_attention")):
+        assert call.template[-2:] == ("true", "true")
+        *_, soft_cap, sinks = call.arguments
+        name = f"layers.{layer}.attention.sinks"
+        assert (soft_cap, sinks) == (1.5, PackedWeight(name, (6,), "fp32", Layout.ROWS))
+
+
+def test_layer_that_turns_nothing_or_a_part_says_so(plan_of: Callable[..., StepPlan]) -> None:
+    plan = plan_of(ropes=(RopeConfig("default", 1e4, 2),), layer_ropes=(NO_ROPE, 0))
+    none, part = calls(plan, "rope_kv_write")
+    assert (none.template[-1], none.arguments[4]) == (0, None)
+    assert (part.template[-1], part.arguments[4].width) == (2, 2)
+    (table,) = calls(plan, "rope_table")
+    assert (table.template, part.arguments[4].buffer) == ((1,), table.writes[0])
+    for write, attention in zip((none, part), calls(plan, "paged_attention"), strict=True):
+        assert attention.arguments[1].buffer == write.writes[0]  # so it runs after the write
+
+
+def test_tables_that_follow_a_sequences_length_get_the_batch(
+    plan_of: Callable[..., StepPlan],
+) -> None:
+    longrope = RopeConfig(
+        *("longrope", 1e4, 4),
+        factors=(1.0, 2.0),
+        long_factors=(3.0, 4.0),
+        original_max_position=9,
+        attention_factor=1.25,
+    )
+    dynamic = RopeConfig("dynamic", 5e5, 2, factor=2.0, original_max_position=7)
+    plan = plan_of(ropes=(longrope, dynamic), layer_ropes=(0, 1))
+    (switched,) = calls(plan, "switched_rope_table")
+    frequencies = PackedWeight("ropes.0.inv_freq", (2, 2), "fp32", Layout.ROWS)
+    assert switched.template == (2,)
+    assert switched.arguments[:-1] == (Batch(), frequencies, 9, 1.25)
+    (grown,) = calls(plan, "dynamic_rope_table")
+    assert grown.template == (1,)
+    assert grown.arguments[:-1] == (Batch(), 5e5, 2.0, 7, 1.0)
+    for table, write in zip((switched, grown), calls(plan, "rope_kv_write"), strict=True):
+        assert table.writes == (table.arguments[-1].buffer,)
+        assert write.arguments[4].buffer == table.writes[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_has_its_own_kernel(plan_of: Callable[..., StepPlan], bias: bool) -> None:
+    plan = plan_of(norm=NormConfig(1e-3, "layer", bias=bias))
+    norms = calls(plan, "layer_norm")
+    assert [call.template for call in norms] == [(20, 20, 20)] * 5
+    _, weight, shift, eps, _, rows = norms[0].arguments
+    assert (weight.name, eps, rows) == ("layers.0.attn_norm.weight", 1e-3, Count(Rows.TOKENS))
+    assert (shift.name if bias else shift) == ("layers.0.attn_norm.bias" if bias else None)
 
 
 @pytest.mark.parametrize("domain", ["", "llmbuild"])

@@ -30,7 +30,7 @@ LIFETIMES = st.lists(
 def plan_with(lifetimes: Lifetimes) -> StepPlan:
     """Calls 0 to 12; each buffer is written by its first and read by its last."""
     buffers = [
-        Buffer(str(index), list(Rows)[index % 2], width)
+        Buffer(str(index), list(Rows)[index % 3], width)
         for index, (_, _, width) in enumerate(lifetimes)
     ]
     calls = []
@@ -78,12 +78,23 @@ def test_size_lies_between_what_is_alive_at_once_and_all_together(lifetimes: Lif
     assert max(live_bytes(plan, LIMITS)) <= arena.size_bytes <= together
 
 
-@pytest.mark.parametrize("rows", Rows)
+@pytest.mark.parametrize("dtype", ["fp32", "int32"])
+@pytest.mark.parametrize("rows", [Rows.TOKENS, Rows.LOGIT_ROWS])
 @pytest.mark.parametrize(("width", "expected"), [(1, 64), (2, 64), (3, 128), (16, 448)])
 def test_buffer_has_room_for_the_largest_step_in_whole_cache_lines(
-    rows: Rows, width: int, expected: int
+    rows: Rows, width: int, expected: int, dtype: str
 ) -> None:
-    assert size_bytes(Buffer("x", rows, width), LIMITS) == expected  # 7 rows of fp32
+    assert size_bytes(Buffer("x", rows, width, dtype=dtype), LIMITS) == expected  # 7 rows
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1, 128), (3, 256), (16, 3 * 448)])
+def test_rows_for_each_expert_of_a_token_are_counted(width: int, expected: int) -> None:
+    assert size_bytes(Buffer("x", Rows.TOKENS, width, rows_each=3), LIMITS) == expected
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1, 64), (16, 64), (17, 128)])
+def test_buffer_of_one_row_has_one_whatever_the_step(width: int, expected: int) -> None:
+    assert size_bytes(Buffer("x", Rows.ONE, width), LIMITS) == expected
 
 
 def test_logits_are_the_callers_and_take_no_room() -> None:

@@ -56,6 +56,23 @@ def test_tiles_are_those_of_a_loop_and_padding_is_zero(rows: int, columns: int, 
     assert not got[len(expected) :].astype(np.float32).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 16, 7), (5, 17, 3), (2, 33, 1), (4, 1, 7)])
+def test_stack_is_its_matrices_tiles_one_after_the_other(
+    shape: tuple[int, int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert's rows are padded by themselves, so that all begin at a tile."""
+    monkeypatch.setattr(pack_module, "PART_BYTES", 1)
+    weight = PackedWeight("w", shape, dtype, TILES)
+    values = values_of(weight)
+    expected = [number for matrix in values for number in tiled_by_loops(matrix)]
+    got = packed(weight, values)
+    assert got.nbytes == packed_bytes(weight)
+    assert got.nbytes % 64 == 0
+    assert got[: len(expected)].astype(np.float32).tolist() == expected
+    assert not got[len(expected) :].astype(np.float32).any()
+
+
 def test_parts_join_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = PackedWeight("w", (100, 7), "fp32", TILES)
     values = values_of(weight)
@@ -121,10 +138,12 @@ def test_every_tensor_starts_aligned_where_the_code_looks_for_it(
     assert len(raw) == data + end
 
 
-@pytest.mark.parametrize("shape", [(2048, 16384), (16384, 2048), (65536, 512)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 16384), (16384, 2048), (65536, 512), (16, 2048, 1024), (64, 1024, 512)]
+)
 @pytest.mark.parametrize("layout", Layout)
 def test_packing_a_big_tensor_makes_no_second_whole_one(
-    tmp_path: Path, shape: tuple[int, int], layout: Layout
+    tmp_path: Path, shape: tuple[int, ...], layout: Layout
 ) -> None:
     weight = PackedWeight("w", shape, "bf16", layout)
     values = np.zeros(shape, DTYPES["bf16"])  # 64 MiB

@@ -1,0 +1,58 @@
+"""Step graphs compiled for this processor, without a checkpoint or a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmbuild.builder.graph.materialise import ReadTensor
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.sources.progress import PlainProgress
+from llmbuild.builder.stages import Stages
+from llmbuild.builder.targets.cpu.build import build_cpu
+from llmbuild.runtime.engine import Engine
+from llmbuild.runtime.isa import supported_levels
+from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, Manifest
+
+
+@pytest.fixture
+def build_engine(tmp_path: Path) -> Callable[..., Engine]:
+    """build_engine(step, config, read): steps of at most 24 tokens, of 7 sequences of 32."""
+
+    def build(step: StepGraph, config: DecoderConfig, read: ReadTensor) -> Engine:
+        limits = Limits(max_sequence_length=32, max_step_tokens=24, max_sequences=7)
+        layer = KVLayer(k_dtype="fp32", v_dtype="fp32")
+        kv = KVLayout(
+            block_size=4,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            layers=[layer] * config.num_layers,
+        )
+        level = supported_levels()[0]
+        built = build_cpu(
+            *(step, config, read),
+            name="m",
+            limits=limits,
+            kv=kv,
+            levels=[level],
+            root=tmp_path,
+            stages=Stages(PlainProgress()),
+        )
+        manifest = Manifest(
+            schema_version=1,
+            llmbuild_version="0",
+            name="m",
+            model={},
+            vocab_size=config.vocab_size,
+            precision="fp32",
+            target=built.target,
+            limits=limits,
+            buckets=[1, 4, 7],
+            kv=kv,
+            ranks=[built.rank],
+            files={},
+        )
+        return Engine(tmp_path, manifest, level)
+
+    return build
