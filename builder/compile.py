@@ -14,7 +14,7 @@ from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.recipe import ResolvedRecipe, effective_yaml, load_recipe
+from llmbuild.builder.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
 from llmbuild.builder.report import make_report, write_report
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import PlainProgress, Progress
@@ -48,27 +48,13 @@ def compile(
     stages = Stages(progress or PlainProgress())
 
     with EngineWriter(Path(out) if out else Path("engines") / recipe.name) as writer:
-        with stages.stage("fetch"):
-            source = fetch(
-                parse_source(recipe.model.source),
-                recipe.model.sha256,
-                base_dir=recipe_path.parent,
-                cache_dir=cache_root(),
-                progress=stages.progress,
-            )
-        with stages.stage("read checkpoint"):
-            checkpoint = open_checkpoint(source)
-            family = family_of(checkpoint.config)
-            config = family.translate(checkpoint.config)
-            resolved = recipe.resolve(config.max_position)
-            weights = ModelWeights(checkpoint, family, config)
-            write_tokenizer(source, writer.root)
-        _state_recipe(resolved, writer.root, stages.progress)
+        root = writer.root
+        resolved, config, weights = _read_model(recipe, recipe_path.parent, root, stages)
         limits, kv = _limits(resolved), _kv_layout(resolved, config)
         with stages.stage("trace and passes"):
             step = trace(config, resolved.precision)
             run_passes(step, dump_dir)
-            step.save(writer.root / "graph" / "step.onnx")
+            step.save(root / "graph" / "step.onnx")
         built = build_cpu(
             step,
             config,
@@ -77,7 +63,7 @@ def compile(
             limits=limits,
             kv=kv,
             levels=levels,
-            root=writer.root,
+            root=root,
             stages=stages,
         )
         manifest = Manifest(
@@ -95,13 +81,36 @@ def compile(
             files={},
         )
         tolerance = resolved.verify.tolerance
-        verified = verify_engine(writer.root, manifest, step, weights.read, tolerance, stages)
+        verified = verify_engine(root, manifest, step, weights.read, tolerance, stages)
         report = make_report(manifest, built.plan, config, verified, tolerance, stages.seconds)
-        write_report(report, writer.root)
+        write_report(report, root)
         with stages.stage("publish"):
             writer.publish(manifest)
     stages.progress.note(f"peak memory {peak_rss_bytes() / 1e6:.0f} MB")
     return writer.out
+
+
+def _read_model(
+    recipe: Recipe, base_dir: Path, root: Path, stages: Stages
+) -> tuple[ResolvedRecipe, DecoderConfig, ModelWeights]:
+    """Fetch and open the recipe's model; leaves tokenizer and effective recipe below `root`."""
+    with stages.stage("fetch"):
+        source = fetch(
+            parse_source(recipe.model.source),
+            recipe.model.sha256,
+            base_dir=base_dir,
+            cache_dir=cache_root(),
+            progress=stages.progress,
+        )
+    with stages.stage("read checkpoint"):
+        checkpoint = open_checkpoint(source)
+        family = family_of(checkpoint.config)
+        config = family.translate(checkpoint.config)
+        resolved = recipe.resolve(config.max_position)
+        weights = ModelWeights(checkpoint, family, config)
+        write_tokenizer(source, root)
+    _state_recipe(resolved, root, stages.progress)
+    return resolved, config, weights
 
 
 def _state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> None:
