@@ -97,7 +97,7 @@ class Model(Section):
 
 
 class Target(Section):
-    kind: Literal["cpu"] = Field(description="cpu")
+    kind: Literal["cpu"] = Field(default="cpu", description="cpu")
     isa: Annotated[tuple[str, ...], BeforeValidator(_levels)] = Field(
         default=(NATIVE,),
         description=f"{NATIVE}, a level, or a list of levels: {', '.join(LEVELS)}",
@@ -173,7 +173,7 @@ class Recipe(Section):
     )
     model: Model
     target: Annotated[Target, BeforeValidator(_target)] = Field(
-        default=Target(kind="cpu"), description="cpu, or a mapping with the keys kind, isa"
+        default=Target(), description="cpu, or a mapping with the keys kind, isa"
     )
     precision: Precision = Field(description="fp32 or bf16")
     parallel: Parallel = Parallel()

@@ -50,7 +50,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "llmbuild":
             raise
-        sys.exit(_fail(f"{error.name} isn't installed; `pip install 'llmbuild[build]'` has it", 2))
+        message = (
+            f"{error.name} isn't installed; `pip install '.[build]'` in llmbuild's checkout has it"
+        )
+        sys.exit(_fail(message, 2))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

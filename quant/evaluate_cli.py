@@ -23,7 +23,12 @@ def eval_group() -> None:
 )
 @click.option("--context", default=512, show_default=True, help="Tokens of a window.")
 @click.option("--windows", default=64, show_default=True, help="Windows from the text's start.")
-@click.option("--threads", type=int, default=None, help="Threads that compute.")
+@click.option(
+    "--threads",
+    type=int,
+    default=None,
+    help="Threads that compute.  [default: the processors it may use]",
+)
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
 def perplexity_command(
     engine_dir: Path,
@@ -33,7 +38,10 @@ def perplexity_command(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Perplexity of the engine DIR over a text; the second half of each window is scored."""
+    """Measure an engine's perplexity over a text.
+
+    The second half of each window is scored, with the first as its context.
+    """
     from llmbuild.quant.evaluate import evaluate_engine
 
     result = evaluate_engine(

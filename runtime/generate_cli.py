@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from llmbuild.errors import RequestError
+
 if TYPE_CHECKING:
     from llmbuild.runtime.api import LLM, Stream
 
@@ -19,8 +21,18 @@ if TYPE_CHECKING:
 @click.option("--top-k", default=0, show_default=True, help="Sample of so many tokens; 0 of all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Sample of this much probability.")
 @click.option("--seed", type=int, default=None, help="Makes sampling repeatable.")
-@click.option("--kv-memory", default=None, help="Memory for the KV cache, as in 512MiB.")
-@click.option("--threads", type=int, default=None, help="Threads that compute.")
+@click.option(
+    "--kv-memory",
+    default=None,
+    metavar="SIZE",
+    help="Memory for the KV cache, as in 512MiB.  [default: what the limits need, up to 256MiB]",
+)
+@click.option(
+    "--threads",
+    type=int,
+    default=None,
+    help="Threads that compute.  [default: the processors it may use]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the completion as one JSON object.")
 def generate_command(
     engine_dir: Path,
@@ -35,9 +47,14 @@ def generate_command(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Complete PROMPT with the engine DIR; the text is printed as it comes."""
+    """Complete PROMPT with the engine DIR.
+
+    The text is printed as it comes. Sampling options need a temperature above 0.
+    """
     from llmbuild.runtime.api import LLM, SamplingParams
 
+    if temperature == 0:
+        _refuse_sampling({"top-k": top_k != 0, "top-p": top_p != 1, "seed": seed is not None})
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
@@ -51,6 +68,16 @@ def generate_command(
                 for chunk in stream:
                     click.echo(chunk.text, nl=False)
                 click.echo()
+
+
+def _refuse_sampling(given: dict[str, bool]) -> None:
+    """Raises RequestError for options that temperature 0 would leave without effect."""
+    idle = " and ".join(f"--{name}" for name, is_given in given.items() if is_given)
+    if idle:
+        raise RequestError(
+            f"{idle} would change nothing, as temperature 0 takes the likeliest token; give a "
+            "--temperature above 0 too"
+        )
 
 
 def _print_json(llm: "LLM", stream: "Stream") -> None:

@@ -32,7 +32,7 @@ class Derived:
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--context",
     "context_tokens",
@@ -41,7 +41,7 @@ class Derived:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(directory: Path, context_tokens: int | None, as_json: bool) -> None:
-    """Check the engine in DIRECTORY and tell what it is.
+    """Check the engine DIR and tell what it is.
 
     All is checked that a load checks, but an engine for another processor is shown too.
     """

@@ -10,7 +10,10 @@ from llmbuild.errors import EngineError
 @click.command("verify")
 @click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
 def verify_command(engine_dir: Path) -> None:
-    """Check every file of the engine DIR, then replay its verification steps on this machine."""
+    """Check an engine's files and results on this machine.
+
+    Every file of the engine DIR is checked, then its verification steps are replayed.
+    """
     from llmbuild.runtime.engine import open_engine
     from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
     from llmbuild.runtime.threads import choose_num_threads

@@ -188,8 +188,10 @@ def assert_refused(done: subprocess.CompletedProcess[str], *named: str) -> None:
     [
         (["--max-tokens", "0"], ["max_tokens is 0", ">= 1"]),
         (["--temperature", "nan"], ["temperature is nan", ">= 0"]),
-        (["--top-p", "0"], ["top_p is 0.0", "(0, 1]"]),
-        (["--seed", "-1"], ["seed is -1"]),
+        (["--top-p", "0", "--temperature", "1"], ["top_p is 0.0", "(0, 1]"]),
+        (["--seed", "-1", "--temperature", "1"], ["seed is -1"]),
+        (["--seed", "1", "--top-k", "5"], ["--top-k and --seed would change nothing"]),
+        (["--top-p", "0.5"], ["--top-p would change nothing", "--temperature above 0"]),
         (["--max-tokens", "49"], ["16 tokens", "65 together", "max_sequence_length is 64"]),
         (["--kv-memory", "4KB", "--max-tokens", "9"], ["6 KV blocks", "the pool has 1"]),
         (["--kv-memory", "1KiB"], ["kv_memory is 1024 bytes", "3584"]),

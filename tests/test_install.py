@@ -96,5 +96,5 @@ def test_build_without_the_build_extra_says_what_to_install(
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("Error: ")
-    assert done.stderr.endswith("isn't installed; `pip install 'llmbuild[build]'` has it\n")
+    assert done.stderr.endswith("`pip install '.[build]'` in llmbuild's checkout has it\n")
     assert len(done.stderr.splitlines()) == 1

@@ -77,7 +77,7 @@ def _parse(path: Path) -> Any:
     except ImportError as error:
         raise CheckpointError(
             f"{path} is read with the sentencepiece package, which can't be imported ({error}); "
-            "install llmbuild[build]"
+            "`pip install '.[build]'` in llmbuild's checkout has it"
         ) from error
     messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
     proto = messages.ModelProto()

@@ -368,15 +368,16 @@ def test_block_longer_than_the_models_positions_is_refused(tmp_path: Path) -> No
 
 
 def test_one_level_and_a_list_of_one_are_the_same(tmp_path: Path) -> None:
-    word, level, listed = (
+    word, default, level, listed = (
         resolve(tmp_path, changed({"target": target}))
         for target in (
             {"kind": "cpu"},
+            {"isa": "native"},
             {"kind": "cpu", "isa": "native"},
             {"kind": "cpu", "isa": ["native"]},
         )
     )
-    assert word == level == listed == resolve(tmp_path, changed({"target": "cpu"}))
+    assert word == default == level == listed == resolve(tmp_path, changed({"target": "cpu"}))
 
 
 def test_number_with_an_exponent_needs_no_dot(tmp_path: Path) -> None:

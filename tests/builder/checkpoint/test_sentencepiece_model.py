@@ -189,4 +189,4 @@ def test_malformed_added_token_is_refused(train, save, tmp_path):
 
 def test_missing_sentencepiece_package_is_named(train, save, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    refused(save(train()), tmp_path, "sentencepiece package", "llmbuild[build]")
+    refused(save(train()), tmp_path, "sentencepiece package", ".[build]")
