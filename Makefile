@@ -2,6 +2,7 @@
 # make test      lint, types, import rules and the quick tests
 # make test-all  the same with the slow tests
 # make lint      lint, types and import rules alone
+# make bench     measure this machine, every kernel and the demo's engine (no lint, no tests)
 # make clean     remove what was built here (the venv and downloaded models stay)
 
 # The first Python on the path that is new enough; `make PYTHON=...` overrides it.
@@ -28,7 +29,7 @@ DEMO_PROMPT := Explain in a few sentences why the sky is blue.
 # Links that lay the folders out as Python sees them, for tools that read source from a folder.
 TREE := build/tree
 
-.PHONY: demo test test-all lint clean python compiler tree
+.PHONY: demo test test-all lint bench clean python compiler tree
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_ENGINE)/manifest.json
@@ -36,7 +37,6 @@ demo: $(DEMO_ENGINE)/manifest.json
 
 $(DEMO_ENGINE)/manifest.json: $(DEMO_RECIPE) $(SOURCES) $(VENV)/.build-installed | compiler
 	$(LLMBUILD) fetch $(DEMO_RECIPE)
-	rm -rf $(DEMO_ENGINE)
 	$(LLMBUILD) compile $(DEMO_RECIPE) -o $(DEMO_ENGINE)
 
 test: lint
@@ -51,6 +51,11 @@ lint: tree $(VENV)/.dev-installed
 	cd $(TREE) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p llmbuild
 	cd $(TREE) && $(CURDIR)/$(BIN)/lint-imports --no-logo --no-cache $(CURDIR)/.importlinter
+
+bench: $(DEMO_ENGINE)/manifest.json
+	$(BIN)/python -m bench.machine
+	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.engine $(DEMO_ENGINE)
 
 tree:
 	@rm -rf $(TREE) && mkdir -p $(TREE)/llmbuild

@@ -94,7 +94,7 @@ def _read_model(
     recipe: Recipe, base_dir: Path, root: Path, stages: Stages
 ) -> tuple[ResolvedRecipe, DecoderConfig, ModelWeights]:
     """Fetch and open the recipe's model; leaves tokenizer and effective recipe below `root`."""
-    with stages.stage("fetch"):
+    with stages.stage("fetch", shows_bars=True):
         source = fetch(
             parse_source(recipe.model.source),
             recipe.model.sha256,

@@ -34,13 +34,22 @@ def problem_lines(error: ValidationError, schema: type[BaseModel], content: Any)
     schema: the recipe's model, whose field descriptions say what is allowed. content: the
     mapping that was validated.
     """
-    lines = [_line(details, schema, content) for details in error.errors(include_url=False)]
-    return list(dict.fromkeys(lines))  # several bad items of one list are one problem
+    problems: dict[tuple[tuple[int | str, ...], str], ErrorDetails] = {}
+    for details in error.errors(include_url=False):
+        keys, _ = _locate(_location(details), content)
+        # Several bad items of one list are one problem.
+        problems.setdefault((tuple(keys), details["type"]), details)
+    lines = [_line(details, schema, content) for details in problems.values()]
+    return list(dict.fromkeys(lines))
+
+
+def _location(details: ErrorDetails) -> tuple[int | str, ...]:
+    location: tuple[int | str, ...] = details.get("ctx", {}).get("loc") or details["loc"]
+    return location
 
 
 def _line(details: ErrorDetails, schema: type[BaseModel], content: Any) -> str:
-    context = details.get("ctx", {})
-    keys, given = _locate(context.get("loc") or details["loc"], content)
+    keys, given = _locate(_location(details), content)
     path = ".".join(map(_key_text, keys))
     match details["type"]:
         case "extra_forbidden" | "invalid_key":
@@ -48,7 +57,7 @@ def _line(details: ErrorDetails, schema: type[BaseModel], content: Any) -> str:
         case "missing":
             return f"{path}: missing; give {_allowed(keys, schema)}"
         case "problem":
-            return f"{path}: given {_shown(given)}; {context['text']}"
+            return f"{path}: given {_shown(given)}; {details['ctx']['text']}"
     allowed = f"allowed: {_allowed(keys, schema)}"
     if _is_unsupported(".".join(map(str, details["loc"])), details["input"]):
         return f"{path}: given {_shown(given)}, which is not yet supported; {allowed}"
@@ -116,7 +125,10 @@ def _key_text(key: object) -> str:
 
 def _shown(value: object) -> str:
     """A value as YAML on one line, so that '32' and 32 differ."""
-    text = yaml.safe_dump([value], default_flow_style=True, width=2**31, allow_unicode=True)
+    try:
+        text = yaml.safe_dump([value], default_flow_style=True, width=2**31, allow_unicode=True)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of too many digits"
     line = " ".join(text.split())[1:-1]
     if len(line) > MAX_SHOWN_CHARACTERS:
         return line[:MAX_SHOWN_CHARACTERS] + "..."

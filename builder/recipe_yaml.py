@@ -17,7 +17,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []  # a text tagged !!map
+        for key, _ in pairs:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
                     raise yaml.constructor.ConstructorError(
@@ -29,7 +30,8 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError) as error:  # such as the date 2026-13-45
+        except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            # such as the date 2026-13-45
             raise yaml.constructor.ConstructorError(
                 problem=f"{node.value!r} isn't a valid {node.tag.rpartition(':')[2]}",
                 problem_mark=node.start_mark,
@@ -55,9 +57,9 @@ _Loader.add_implicit_resolver(
 
 def read_recipe(path: Path) -> dict[Any, Any]:
     """The mapping that a recipe file holds, its keys and values not yet checked."""
-    if path.is_dir() or (path.exists() and not path.is_file()):
-        raise RecipeError(f"recipe {path}: it isn't a file; give the path of a YAML file")
     try:
+        if path.is_dir() or (path.exists() and not path.is_file()):
+            raise RecipeError(f"recipe {path}: it isn't a file; give the path of a YAML file")
         with path.open("rb") as file:
             raw = file.read(MAX_RECIPE_BYTES + 1)
         text = raw.decode()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from llmbuild.builder.sources.progress import Progress
@@ -16,9 +16,11 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, *, shows_bars: bool = False) -> Iterator[None]:
+        """shows_bars: the stage reports progress of its own, so that none is shown here."""
         start = time.perf_counter()
-        yield
+        with nullcontext() if shows_bars else self.progress.busy(name):
+            yield
         self.seconds[name] = time.perf_counter() - start
         self.progress.note(f"{name:<24} {self.seconds[name]:7.2f} s")
 

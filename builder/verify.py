@@ -1,5 +1,6 @@
 """The build's check of itself: the compiled engine's logits against the torch reference."""
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from llmbuild.runtime.replay import (
 MAX_STORED_COLUMNS = 4096
 TIMEOUT_S = 1800
 _SEED = 20170612
+_FP32_BYTES = 4  # the reference computes in fp32, so its progress is counted in that
 # Tokens of a sequence in the largest step, where that is enough to fill it: the reference holds the
 # scores of all pairs of them.
 _LONGEST = 512
@@ -136,11 +138,22 @@ def verify_engine(
 
     Raises InternalError when logits differ by more than `tolerance`.
     """
-    with stages.stage("reference"):
+    items = sum(math.prod(weight.shape) for weight in step.weights.values())
+    with (
+        stages.stage("reference", shows_bars=True),
+        stages.progress.task("running the reference", _FP32_BYTES * items) as advance,
+    ):
         batches, num_blocks = make_batches(
             manifest.limits, manifest.kv, manifest.vocab_size, manifest.buckets
         )
-        expected = run_steps(step, read, batches, _empty_pools(manifest.kv, num_blocks))
+
+        def read_and_advance(name: str) -> NDArray[np.generic]:
+            values = read(name)
+            advance(_FP32_BYTES * values.size)
+            return values
+
+        pools = _empty_pools(manifest.kv, num_blocks)
+        expected = run_steps(step, read_and_advance, batches, pools)
         save_steps(stored_steps(batches, expected, num_blocks, tolerance), root / STEPS_FILE)
     verified: dict[str, float | None] = dict.fromkeys(manifest.target.isa_levels)
     for level in verified:

@@ -1,5 +1,6 @@
 """The command line: a group of commands, each of which lives beside its subject."""
 
+import errno
 import signal
 import sys
 from types import FrameType
@@ -35,6 +36,13 @@ for _command in (
     cli.add_command(_command)
 
 
+# Space, quota, file size, descriptors, memory: nothing that llmbuild could have foreseen.
+_SYSTEM_LACKS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.EROFS, errno.EIO),
+}
+
+
 def main() -> None:
     """Exit codes: 0 done, 2 the user's to mend (one message), 1 a fault of llmbuild's; 128 and
     the signal's number where one ended the command."""
@@ -47,6 +55,11 @@ def main() -> None:
         sys.exit(_fail(str(error), 2))
     except InternalError as error:
         sys.exit(_fail(f"{error}\nThis is a fault of llmbuild.", 1))
+    except OSError as error:
+        if error.errno not in _SYSTEM_LACKS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        sys.exit(_fail(f"the system refused to go on: {where}{error.strerror}; free some first", 2))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "llmbuild":
             raise

@@ -146,6 +146,8 @@ def read_windows(
     """The first `windows` whole windows of a text, or as many as it has: [windows, context]."""
     if windows < 1:
         raise RequestError(f"windows is {windows}; it must be at least 1")
+    if text_path.exists() and not (text_path.is_file() or text_path.is_dir()):
+        raise RequestError(f"{text_path} isn't a file; give a file of UTF-8 text")
     try:
         text = text_path.read_bytes().decode("utf-8")
     except OSError as error:

@@ -33,7 +33,8 @@ class Completion:
 
     token_ids: all that was generated, with the EOS token or the tokens of a stop string; text
     is without these. finish_reason "refused" or "error" comes with the error's text.
-    ttft_ms: submission to first token, None if there was none.
+    ttft_ms: submission to first token, None if there was none. tpot_ms: mean time of each token
+    after the first, None if there was none.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class Completion:
     finish_reason: FinishReason | Literal["refused"]
     error: str | None = None
     ttft_ms: float | None = None
+    tpot_ms: float | None = None
     num_preemptions: int = 0
 
 
@@ -319,6 +321,7 @@ def _completion(request: Request) -> Completion:
         finish_reason=sequence.finish_reason,
         error=request.error,
         ttft_ms=request.ttft_ms,
+        tpot_ms=request.tpot_ms,
         num_preemptions=sequence.num_preemptions,
     )
 

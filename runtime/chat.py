@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llmbuild.errors import RequestError
+from llmbuild.errors import EngineError, RequestError
 from llmbuild.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -92,9 +92,13 @@ class ChatTemplate:
 
 
 def load_chat_template(root: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of the engine directory `root`, which may have none."""
+    """The chat template of the engine directory `root`, which may have none. Raises EngineError
+    for one that can't be read."""
     path = root / CHAT_TEMPLATE_NAME
-    source = path.read_text(encoding="utf-8") if path.exists() else None
+    try:
+        source = path.read_text(encoding="utf-8") if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"{path} can't be read: {error}; build the engine again") from None
     return ChatTemplate(source, tokenizer)
 
 

@@ -137,4 +137,4 @@ def _aligned(rows: Iterable[Row]) -> list[str]:
 
 
 def _bytes(count: int) -> str:
-    return f"{count:,} bytes" if count < 1 << 20 else f"{count / (1 << 20):,.1f} MiB"
+    return f"{count:,} bytes" if count < 1_000_000 else f"{count / 1e6:,.1f} MB"

@@ -39,6 +39,7 @@ class Request:
     chunks: deque[StreamChunk] = field(default_factory=deque)  # not yet taken by the reader
     texts: list[str] = field(default_factory=list)  # of all chunks
     ttft_ms: float | None = None  # submission to first token
+    tpot_ms: float | None = None  # mean time of each token after the first
     error: str | None = None
 
     @property
@@ -155,9 +156,12 @@ class Loop:
     def _accept(self, request: Request, token_id: int) -> None:
         """Add a sampled token to its request, and end the request if it is the last."""
         sequence, params = request.sequence, request.sequence.params
-        if request.ttft_ms is None:
-            request.ttft_ms = (time.perf_counter() - request.submitted_s) * 1e3
         sequence.tokens.append(token_id)
+        elapsed_ms = (time.perf_counter() - request.submitted_s) * 1e3
+        if request.ttft_ms is None:
+            request.ttft_ms = elapsed_ms
+        else:
+            request.tpot_ms = (elapsed_ms - request.ttft_ms) / (sequence.num_output_tokens - 1)
         reason: FinishReason | None = None
         if token_id in self._tokenizer.eos_ids and not params.ignore_eos:
             reason = "eos"

@@ -2,7 +2,7 @@
 runtime that reads it. It alone is enough to plan memory and to call the executable."""
 
 import hashlib
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -89,6 +89,19 @@ class Manifest(Record, frozen=True):
     ranks: list[Rank]
     files: dict[str, File]  # every file of the engine but the manifest, by relative path
     digest: str = ""  # sha256 of the manifest's encoding while this is empty; `seal` fills it in
+
+
+def step_shape(limits: Limits, kv: KVLayout, vocab_size: int, arena_bytes: int) -> str:
+    """All that a caller of an executable has to know of its steps, in one line. An executable
+    carries the line that it was compiled for, and runs under no manifest with another."""
+    dtypes = ((layer.k_dtype, layer.v_dtype) for layer in kv.layers)
+    runs = [f"{len(list(run))} layers {k}/{v}" for (k, v), run in groupby(dtypes)]
+    return (
+        f"steps of {limits.max_step_tokens} tokens, {limits.max_sequences} sequences of "
+        f"{limits.max_sequence_length}, {vocab_size} logits, {arena_bytes} bytes of activations; "
+        f"KV blocks of {kv.block_size} tokens, {kv.num_kv_heads} heads of {kv.head_dim}, "
+        f"{', '.join(runs)}"
+    )
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -179,6 +192,15 @@ def _contradictions(manifest: Manifest) -> list[str]:
     faults += [f"KV dtype {d!r}, but known are {known}" for d in sorted(dtypes - {*KV_ITEM_BYTES})]
     if not manifest.ranks or not target.isa_levels:
         faults.append(f"{len(manifest.ranks)} ranks and ISA levels {target.isa_levels}")
+    if not kv.layers:
+        faults.append("no KV layers")
+    limits = manifest.limits
+    most = min(limits.max_sequences, limits.max_step_tokens)
+    faults += [
+        f"a bucket of {bucket}, but a step has at most {most} sequences"
+        for bucket in manifest.buckets
+        if bucket > most
+    ]
     if any(b <= a for a, b in pairwise(manifest.buckets)):
         faults.append(f"buckets {manifest.buckets} don't ascend")
 

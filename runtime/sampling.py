@@ -96,4 +96,7 @@ def _is_int(value: object) -> bool:
 def _is_finite(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return math.isfinite(value)
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import tokenizers
@@ -15,11 +16,14 @@ GENERATION_CONFIG_NAME = "generation_config.json"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a raw byte in SentencePiece vocabularies
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class GenerationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine's generation_config.json."""
 
-    bos_token_id: int | None
-    eos_token_id: list[int]  # the first is the one that chat templates name
+    bos_token_id: TokenId | None
+    eos_token_id: list[TokenId]  # the first is the one that chat templates name
     add_bos: bool
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from llmbuild.builder.compile import compile
-from llmbuild.errors import UserError
+from llmbuild.errors import EngineError, UserError
+from llmbuild.runtime.api import LLM
+from llmbuild.runtime.manifest import Manifest, encode, seal
 
 RunLlmbuild = Callable[..., subprocess.CompletedProcess[str]]
 Tensors = dict[str, np.ndarray]
@@ -169,3 +173,57 @@ def test_killed_compile_never_leaves_a_part_of_an_engine(
     assert start("out", "cache").wait() == 0
     assert {path.name for path in engines.iterdir()} == {"whole", "out"}
     assert run_llmbuild("verify", engines / "out").returncode == 0
+
+
+RESEALED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "more tokens": lambda m: m["limits"].update(max_step_tokens=25),
+    "more sequences": lambda m: m["limits"].update(max_sequences=9),
+    "longer sequences": lambda m: m["limits"].update(max_sequence_length=65),
+    "another block": lambda m: m["kv"].update(block_size=8),
+    "another KV dtype": lambda m: [layer.update(v_dtype="bf16") for layer in m["kv"]["layers"]],
+    "fewer logits": lambda m: (m.update(vocab_size=100), m["model"].update(vocab_size=100)),
+    "another arena": lambda m: m["ranks"][0].update(arena_bytes=1),
+}
+
+
+@pytest.mark.parametrize("change", RESEALED.values(), ids=RESEALED)
+def test_a_resealed_manifest_at_odds_with_the_executable_is_refused(
+    tiny_engine: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(tiny_engine, engine)
+    content = json.loads((engine / "manifest.json").read_text())
+    change(content)
+    manifest = seal(msgspec.convert(content, Manifest))
+    (engine / "manifest.json").write_bytes(encode(manifest))
+    with pytest.raises(EngineError, match=r"was compiled for .*, and the manifest says "):
+        LLM(engine)
+
+
+def test_a_forked_process_is_told_to_open_the_engine_itself(tiny_engine: Path) -> None:
+    code = (
+        "import os, sys, llmbuild\n"
+        "llm = llmbuild.LLM(sys.argv[1], num_threads=2)\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "try:\n"
+        "    llm.generate('hi', llmbuild.SamplingParams(max_tokens=4))\n"
+        "except llmbuild.errors.UserError as error:\n"
+        "    os._exit(7 if 'open it here' in str(error) else 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_engine)], timeout=60, check=False)
+    assert done.returncode == 7
+
+
+def test_output_to_a_full_disk_is_one_message(run_llmbuild: Callable[..., Any]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "llmbuild", "models"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device" in done.stderr

@@ -16,10 +16,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError for anything else, and for files that are damaged or not supported.
     """
-    if path.is_dir():
-        return SafetensorsCheckpoint(path)
-    if is_gguf(path):
-        return GgufCheckpoint(path)
+    try:
+        if path.is_dir():
+            return SafetensorsCheckpoint(path)
+        if is_gguf(path):
+            return GgufCheckpoint(path)
+    except OSError as error:  # a directory that can't be looked into
+        raise CheckpointError(f"{path} can't be read: {error}") from error
     refuse_pickle(path)
     raise CheckpointError(
         f"{path} isn't a checkpoint; give a directory with config.json and safetensors files, "

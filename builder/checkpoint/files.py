@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from llmbuild.errors import CheckpointError
 
+MAX_TEXT_BYTES = 1 << 28  # tokenizers of the largest vocabularies take some 10s of MB
+
 
 def parse_json_object(text: bytes, origin: str) -> dict[str, Any]:
     """The JSON object in `text`; `origin` names it in errors. A repeated key is refused."""
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeated_keys)
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{origin} isn't valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -23,13 +25,24 @@ def parse_json_object(text: bytes, origin: str) -> dict[str, Any]:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object that the file holds."""
+    return parse_json_object(read_text_file(path), str(path))
+
+
+def read_text_file(path: Path) -> bytes:
+    """All bytes of a file of text. What isn't a file (a pipe or device could give bytes for ever)
+    or holds more than MAX_TEXT_BYTES is refused."""
     try:
-        text = path.read_bytes()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path} isn't a file")
+        with path.open("rb") as file:
+            text = file.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
-    return parse_json_object(text, str(path))
+    if len(text) > MAX_TEXT_BYTES:
+        raise CheckpointError(f"{path} holds more than {MAX_TEXT_BYTES} bytes, too many")
+    return text
 
 
 def read_bytes(path: Path, offset: int, num_bytes: int) -> NDArray[np.uint8]:

@@ -8,6 +8,8 @@ import numpy as np
 
 from llmbuild.errors import CheckpointError
 
+MAX_INTEGER = (1 << 31) - 1  # kernels index with int32
+
 # Keys that say nothing about the computation, without "{architecture}.".
 _IRRELEVANT = (
     "tensor_data_layout",  # names the source of the rows' order, which GGUF fixes anyhow
@@ -54,10 +56,12 @@ class ModelKeys:
             )
         return value[0]
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, maximum: int = MAX_INTEGER) -> int:
         value = self._required(name, default)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self._prefix}{name} is {value!r}, not a positive integer")
+        if type(value) is not int or not 1 <= value <= maximum:
+            raise CheckpointError(
+                f"{self._prefix}{name} is {value!r}, not an integer from 1 to {maximum}"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from llmbuild.builder.checkpoint.base import TokenizerFiles
-from llmbuild.builder.checkpoint.files import read_json_object
+from llmbuild.builder.checkpoint.files import read_json_object, read_text_file
 from llmbuild.builder.checkpoint.sentencepiece_model import convert_sentencepiece
 from llmbuild.errors import CheckpointError
 
@@ -64,7 +64,7 @@ def _read_tokenizer_json(directory: Path, settings: dict[str, Any], config: dict
         raise CheckpointError(f"{path} is missing")
     content = read_json_object(path)
     if content.get("truncation") is None and content.get("padding") is None:
-        return path.read_bytes().decode()
+        return read_text_file(path).decode()
     return json.dumps(content | {"truncation": None, "padding": None}, ensure_ascii=False)
 
 
@@ -125,8 +125,8 @@ def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     template_file = directory / "chat_template.jinja"
     if template_file.exists():
         try:
-            return template_file.read_bytes().decode()
-        except (OSError, UnicodeDecodeError) as error:
+            return read_text_file(template_file).decode()
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"{template_file} can't be read: {error}") from error
     template = _optional_json(directory / "chat_template.json").get("chat_template")
     if template is None:

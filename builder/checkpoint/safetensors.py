@@ -139,7 +139,8 @@ def _read_weight_map(directory: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} must have weight_map, tensor name to file name")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
+        is_name = isinstance(shard, str) and shard.isprintable() and Path(shard).name == shard
+        if not is_name or shard in ("", ".."):
             raise CheckpointError(f"{index}: tensor {name!r} has {shard!r}, not a plain file name")
     return weight_map
 

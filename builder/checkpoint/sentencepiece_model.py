@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from llmbuild.builder.checkpoint.files import read_json_object
+from llmbuild.builder.checkpoint.files import read_json_object, read_text_file
 from llmbuild.errors import CheckpointError
 
 SPACE = "\u2581"  # SentencePiece's visible space
@@ -81,8 +81,9 @@ def _parse(path: Path) -> Any:
         ) from error
     messages: Any = sentencepiece_model_pb2  # whose classes are made when it is imported
     proto = messages.ModelProto()
+    content = read_text_file(path)
     try:
-        proto.ParseFromString(path.read_bytes())
+        proto.ParseFromString(content)
     except Exception as error:  # protobuf's own, or what its C code raises
         raise CheckpointError(f"{path} isn't a SentencePiece model: {error}") from error
     if not proto.pieces:

@@ -11,6 +11,7 @@ from llmbuild.builder.graph.passes.merge_linears import merge_linears
 from llmbuild.builder.graph.passes.rope_kv_write import place_rope_kv_write
 from llmbuild.builder.graph.passes.verify import verify
 from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.errors import BuildError
 
 PASSES: tuple[Callable[[StepGraph], None], ...] = (
     fold,
@@ -25,11 +26,21 @@ PASSES: tuple[Callable[[StepGraph], None], ...] = (
 def run_passes(step: StepGraph, dump_dir: Path | None = None) -> None:
     """Run every pass in place, checking the graph's contract after each.
 
-    dump_dir: where to write the graph after each pass, as NN-<pass>.onnx.
+    dump_dir: where to write the graph after each pass, as NN-<pass>.onnx. Raises BuildError when
+    nothing can be written there.
     """
     for index, run in enumerate(PASSES):
         run(step)
         step.graph.sort()
         verify(step)
         if dump_dir is not None:
-            step.save(dump_dir / f"{index:02d}-{run.__name__}.onnx")
+            _dump(step, dump_dir / f"{index:02d}-{run.__name__}.onnx")
+
+
+def _dump(step: StepGraph, path: Path) -> None:
+    try:
+        step.save(path)
+    except OSError as error:
+        raise BuildError(
+            f"can't dump the step graph as {path}: {error}; give another folder"
+        ) from error

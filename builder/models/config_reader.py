@@ -1,6 +1,5 @@
 """Reads a raw config dict key by key, so that a key nobody understands can't pass unseen."""
 
-import sys
 from typing import Any, NoReturn
 
 from llmbuild.errors import ModelError
@@ -41,6 +40,12 @@ CARRIES_NOTHING = frozenset(
 )
 
 
+MAX_NUMBER = 3.4028234663852886e38  # the largest of fp32, in which the model computes
+MAX_INTEGER = (1 << 31) - 1  # kernels index with int32
+# What is built for each of these is at hand in memory, so a wild number must not get that far.
+_MAX_COUNTS = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 1 << 14)
+
+
 class ConfigReader:
     """One pass over a raw dict: take each key with its type and range, then `finish`.
 
@@ -64,11 +69,14 @@ class ConfigReader:
             self.fail(f"lacks {', '.join(missing)}; add the original model's value")
 
     def integer(self, key: str, minimum: int = 1) -> int:
-        """A required int of at least `minimum`."""
+        """A required int of at least `minimum`, and of no more than any model has."""
         self.require(key)
         value = self._take(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             self.refuse(key, value, f"an integer of at least {minimum}")
+        maximum = _MAX_COUNTS.get(key, MAX_INTEGER)
+        if value > maximum:
+            self.refuse(key, value, f"an integer of at most {maximum}")
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
@@ -171,6 +179,6 @@ class ConfigReader:
     def _positive(self, key: str, value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.refuse(key, value, "a number above 0")
-        if not 0 < value <= sys.float_info.max:  # which NaN and integers beyond it fail too
-            self.refuse(key, value, "a finite number above 0")
+        if not 0 < value <= MAX_NUMBER:  # which NaN fails too
+            self.refuse(key, value, f"a finite number above 0, at most {MAX_NUMBER:g}")
         return float(value)

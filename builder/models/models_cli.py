@@ -6,13 +6,14 @@ import click
 @click.command("models")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown table.")
 def models_command(as_markdown: bool) -> None:
-    """List the model families, and the features that each may bring. Every family compiles for
-    every target that is built: cpu."""
+    """List the model families: features, formats, targets."""
     # Here, not above: the list of commands must not need what only builds need.
     from llmbuild.builder.models.table import markdown, rows
 
     if as_markdown:
         click.echo(markdown(), nl=False)
         return
-    for name, covers, features, formats in rows():
-        click.echo(f"{name}\n  models    {covers}\n  features  {features}\n  formats   {formats}")
+    for name, covers, features, formats, targets in rows():
+        click.echo(name)
+        click.echo(f"  models    {covers}\n  features  {features}")
+        click.echo(f"  formats   {formats}\n  targets   {targets}")

@@ -6,10 +6,12 @@ import dataclasses
 import inspect
 import sys
 from types import ModuleType
+from typing import get_args
 
 from llmbuild.builder.checkpoint.gguf_architectures import ARCHITECTURES
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import FAMILIES, Family
+from llmbuild.builder.recipe import Target
 
 # Fields of the config record that are features, as a reader of the table knows them.
 FEATURES = {
@@ -38,8 +40,10 @@ _SHARED = "common"  # the module of what every family reads; its keywords are no
 _PACKAGE = "llmbuild.builder.models.families"
 
 
-def rows() -> list[tuple[str, str, str, str]]:
-    """For each family: its name, what it covers, its features, the formats it is read from."""
+def rows() -> list[tuple[str, str, str, str, str]]:
+    """For each family: its name, what it covers, its features, the formats it is read from, the
+    targets it compiles for (every family is one decoder, so that is all that are built)."""
+    targets = ", ".join(get_args(Target.model_fields["kind"].annotation))
     from_gguf = {kind.model_type for kinds in ARCHITECTURES.values() for kind in kinds}
     return [
         (
@@ -47,6 +51,7 @@ def rows() -> list[tuple[str, str, str, str]]:
             _covers(module_of(family)),
             ", ".join(FEATURES[field] for field in features(family)) or "-",
             "safetensors, GGUF" if family.name in from_gguf else "safetensors",
+            targets,
         )
         for family in sorted(FAMILIES, key=lambda family: family.name)
     ]
@@ -85,6 +90,6 @@ def module_of(family: Family) -> ModuleType:
 
 def markdown() -> str:
     """The table as Markdown, for docs/models.md."""
-    head = ("family", "models", "features", "formats")
+    head = ("family", "models", "features", "formats", "targets")
     lines = [head, tuple("---" for _ in head), *rows()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -33,7 +33,10 @@ class PathSource:
 
 def fetch_path(source: PathSource, sha256: Sha256, base_dir: Path, progress: Progress) -> Path:
     """The path itself, checked. SourceError if it isn't there or its hashes differ."""
-    path = (base_dir / Path(source.path).expanduser()).absolute()
+    try:
+        path = (base_dir / Path(source.path).expanduser()).absolute()
+    except RuntimeError as error:  # ~name of no user, or no home
+        raise SourceError(f"{source}: {error} Give the whole path.") from error
     if path.is_dir():
         mismatches = directory_mismatches(path, directory_hashes(source, sha256), progress)
     elif path.is_file():

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 Advance = Callable[[int], None]
@@ -13,6 +13,9 @@ class Progress(Protocol):
 
     def task(self, label: str, total_bytes: int | None) -> AbstractContextManager[Advance]:
         """A task that lasts as long as the context; its value is called with bytes just done."""
+
+    def busy(self, label: str) -> AbstractContextManager[object]:
+        """A task of unknown length, which says nothing itself and has no other inside."""
 
     def note(self, text: str) -> None:
         """Say one line."""
@@ -26,6 +29,9 @@ class PlainProgress:
         size = "" if total_bytes is None else f" ({total_bytes / 1e6:.1f} MB)"
         self.note(f"{label}{size}")
         yield lambda _: None
+
+    def busy(self, label: str) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -56,6 +62,11 @@ class TerminalProgress:
         ) as bars:
             task = bars.add_task(label, total=total_bytes)
             yield lambda count: bars.advance(task, count)
+
+    def busy(self, label: str) -> AbstractContextManager[object]:
+        from rich.console import Console
+
+        return Console(stderr=True).status(label)
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

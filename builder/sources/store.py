@@ -42,7 +42,7 @@ class StoredFile:
         try:
             recorded = json.loads(self.record_path.read_bytes())
             intact = self.path.stat().st_size == recorded["size_bytes"]
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return False
         return intact and (expected is None or file_sha256(self.path, progress) == expected)
 

@@ -2,16 +2,18 @@
 
 import ctypes
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.errors import EngineError
+from llmbuild.errors import EngineError, UserError
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.engine import Engine
+from llmbuild.runtime.manifest import step_shape
 
-ABI = "llmbuild-cpu-1"
+ABI = "llmbuild-cpu-2"
 
 _Int32Pointer = ctypes.POINTER(ctypes.c_int32)
 _ARRAYS = ("token_ids", "positions", "query_start", "kv_lengths", "block_tables", "logit_rows")
@@ -46,7 +48,15 @@ class CpuExecutor:
         self.num_blocks = num_blocks
         self.kv_bytes = num_blocks * manifest.kv.block_bytes
         self._handle: int | None = None
+        self._process = os.getpid()
         self._library = _load(engine.root / rank.executables[engine.isa_level])
+        shape = step_shape(manifest.limits, manifest.kv, manifest.vocab_size, rank.arena_bytes)
+        compiled = self._library.llmbuild_step_shape().decode()
+        if compiled != shape:
+            raise EngineError(
+                f"{rank.executables[engine.isa_level]} was compiled for {compiled}, and the "
+                f"manifest says {shape}; compile the model again"
+            )
         self._weights = _map_weights(engine.root / rank.weights)
         expected = self._library.llmbuild_weights_bytes()
         if expected != len(self._weights):
@@ -72,6 +82,8 @@ class CpuExecutor:
     def step(self, batch: StepBatch) -> NDArray[np.float32]:
         """Logits [R, vocab] of one step; the KV pools move forward. The GIL is free meanwhile."""
         assert self._handle is not None, "the executor is closed"
+        if self._process != os.getpid():  # a fork has none of the team's threads
+            raise UserError("the engine was opened before this process was forked; open it here")
         arrays = {name: getattr(batch, name) for name in _ARRAYS}
         assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays.values())
         logits = np.empty((len(batch.logit_rows), self.vocab_size), np.float32)
@@ -91,7 +103,8 @@ class CpuExecutor:
     def close(self) -> None:
         """Stop the threads and free the activations. Closing twice is allowed."""
         if self._handle is not None:
-            self._library.llmbuild_destroy(self._handle)
+            if self._process == os.getpid():  # a fork would wait for threads that it hasn't
+                self._library.llmbuild_destroy(self._handle)
             self._handle = None
 
     def __del__(self) -> None:
@@ -109,6 +122,7 @@ def _load(path: Path) -> ctypes.CDLL:
         raise EngineError(
             f"{path} speaks {abi} and this runtime {ABI}; compile the model with this llmbuild"
         )
+    library.llmbuild_step_shape.restype = ctypes.c_char_p
     library.llmbuild_weights_bytes.restype = ctypes.c_int64
     library.llmbuild_create.restype = ctypes.c_void_p
     library.llmbuild_create.argtypes = (
@@ -125,7 +139,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def _map_weights(path: Path) -> NDArray[np.uint8]:
     """The data of a safetensors file, mapped: pages are read when a kernel first needs them."""
-    with path.open("rb") as file:
-        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    try:
+        with path.open("rb") as file:
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        raise EngineError(f"{path} can't be mapped: {error}; compile the model again") from error
     begin = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
     return mapped[begin:]

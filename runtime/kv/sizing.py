@@ -26,7 +26,7 @@ def parse_bytes(size: int | str) -> int:
     """Bytes of a size such as 1048576, "512MiB" or "1.5 GB"; raises UserError."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size
-    pattern = r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)"
+    pattern = r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)"
     match = re.fullmatch(pattern, size.strip(), re.ASCII) if isinstance(size, str) else None
     unit = UNIT_BYTES.get(match[2].lower()) if match else None
     if match is None or unit is None:

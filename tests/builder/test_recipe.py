@@ -533,3 +533,26 @@ def _value(record: Any, key: str) -> Any:
     for name in key.split("."):
         record = getattr(record, name)
     return record
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"limits: {{max_step_tokens: 0x{'f' * 5000}}}",
+        f"verify: {{tolerance: {':'.join(['59'] * 3000)}.5}}",
+        'limits: !!map "x"',
+        f"buckets: [{', '.join(['x'] * 20000)}]",
+    ],
+    ids=["digits", "overflow", "tagged text", "many bad items"],
+)
+def test_a_wild_value_is_refused_soon_and_in_short(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"version: 1\nname: a\nmodel: {{source: 'path:m'}}\nprecision: fp32\n{line}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert len(str(caught.value)) < 20_000
+
+
+def test_a_path_too_long_for_the_system_is_refused() -> None:
+    with pytest.raises(RecipeError, match="File name too long"):
+        load_recipe(Path("x" * 5000))

@@ -1,9 +1,11 @@
 import datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
-from llmbuild.errors import RequestError
+from llmbuild.errors import EngineError, RequestError
 from llmbuild.runtime.chat import ChatTemplate, load_chat_template
 
 CHATML = """{% for message in messages %}
@@ -272,3 +274,13 @@ def test_template_of_an_engine_is_loaded(tmp_path, byte_level):
 def test_malformed_messages_are_refused(byte_level, messages):
     with pytest.raises(RequestError, match="message"):
         ChatTemplate(CHATML, byte_level).render(messages)
+
+
+@pytest.mark.parametrize("content", [b"\xff", None])
+def test_a_template_that_cannot_be_read_refuses_the_engine(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "chat_template.jinja"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(EngineError, match=r"chat_template\.jinja can't be read"):
+        load_chat_template(tmp_path, Any)  # type: ignore[arg-type]  # which isn't reached

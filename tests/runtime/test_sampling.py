@@ -135,3 +135,9 @@ def test_parameter_out_of_range_is_refused_by_name_and_value(field, value):
 )
 def test_parameters_within_their_ranges_are_accepted(params):
     check_params(params)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_an_integer_beyond_every_float_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        check_params(SamplingParams(**{name: 10**400}))

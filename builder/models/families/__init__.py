@@ -85,8 +85,8 @@ def family_of(config: dict[str, Any]) -> Family:
             f"The config, of model_type {model_type!r}, is that of a multimodal model; only text "
             "models are supported. Save its text model as a checkpoint of its own."
         )
-    known = ", ".join(f"{family.name} ({'/'.join(family.architectures)})" for family in FAMILIES)
+    known = ", ".join(sorted(family.name for family in FAMILIES))
     raise ModelError(
         f"No known model family has model_type {model_type!r} with architectures "
-        f"{architectures!r}. Known are: {known}."
+        f"{architectures!r}. Known are: {known}; `llmbuild models` says more of each."
     )

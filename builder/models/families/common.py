@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
-from llmbuild.builder.models.config_reader import CARRIES_NOTHING, ConfigReader
+from llmbuild.builder.models.config_reader import CARRIES_NOTHING, MAX_INTEGER, ConfigReader
 from llmbuild.builder.models.rope import (
     DEFAULT_THETA,
     RopeContext,
@@ -123,7 +123,11 @@ def read_decoder(
 def _reach(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
     """Positions that a model is good for: max_position_embeddings, but dynamic scaling, which
     begins there, goes on to `factor` times that."""
-    reaches = (int(max_position * rope.factor) for rope in ropes if rope.kind == "dynamic")
+    reaches = (
+        int(min(max_position * rope.factor, MAX_INTEGER))
+        for rope in ropes
+        if rope.kind == "dynamic"
+    )
     return max(reaches, default=max_position)
 
 

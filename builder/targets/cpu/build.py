@@ -61,7 +61,7 @@ def build_cpu(
                 stages.progress.note(f"{level}: same code as before, taken from the cache")
     weights = f"{RANK_FOLDER}/weights.safetensors"
     with (
-        stages.stage("pack weights"),
+        stages.stage("pack weights", shows_bars=True),
         stages.progress.task("packing", sum(map(packed_bytes, plan.weights))) as advance,
     ):
         write_weights(plan, partial(materialise, step, read=read), root / weights, advance)

@@ -18,10 +18,10 @@ from llmbuild.builder.targets.cpu.plan import (
     StepPlan,
     View,
 )
-from llmbuild.runtime.manifest import KV_ITEM_BYTES, Limits
+from llmbuild.runtime.manifest import KV_ITEM_BYTES, KVLayer, KVLayout, Limits, step_shape
 from llmbuild.version import __version__
 
-ABI = "llmbuild-cpu-1"  # of the exported functions; runtime/executors/cpu.py expects the same
+ABI = "llmbuild-cpu-2"  # of the exported functions; runtime/executors/cpu.py expects the same
 _TEMPLATE = Path(__file__).with_name("engine.cpp.in")
 _HEADERS = {  # of kernels that aren't named as their header's folder
     "add_rms_norm": "rms_norm",
@@ -52,7 +52,19 @@ def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
         max_sequences=max(limits.max_sequences, 1),
         calls="\n".join(map(emission.call, plan.calls)),
         abi=ABI,
+        shape=_shape(plan, arena, limits),
     )
+
+
+def _shape(plan: StepPlan, arena: ArenaPlan, limits: Limits) -> str:
+    layer = KVLayer(k_dtype=plan.kv_dtype, v_dtype=plan.kv_dtype)
+    kv = KVLayout(
+        block_size=plan.block_size,
+        num_kv_heads=plan.kv_heads,
+        head_dim=plan.head_dim,
+        layers=[layer] * plan.num_layers,
+    )
+    return step_shape(limits, kv, plan.logits.width, arena.size_bytes)
 
 
 class _Emission:

@@ -105,6 +105,7 @@ def find_compiler() -> Compiler:
             [*command, "--version"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=60,
             env=_environment(),
             check=False,

@@ -1,8 +1,11 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from llmbuild.builder.checkpoint.files import read_json_object
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.errors import CheckpointError
 
@@ -193,3 +196,10 @@ def test_path_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match=r"model\.bin"):
         write_tokenizer(tmp_path / "model.bin", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_pipe_in_a_file_s_place_is_refused_without_waiting(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} isn't a file"):
+        read_json_object(tmp_path / name)

@@ -27,7 +27,8 @@ KNOWN = {
 def test_every_family_is_listed_once_with_what_it_covers() -> None:
     listed = rows()
     assert [row[0] for row in listed] == sorted(family.name for family in FAMILIES)
-    for name, covers, named, formats in listed:
+    for name, covers, named, formats, targets in listed:
+        assert targets == "cpu"
         assert covers, name
         assert named, name
         assert formats in ("safetensors", "safetensors, GGUF")
@@ -51,9 +52,8 @@ def test_the_command_lists_every_family_with_its_features() -> None:
     lines = done.output.splitlines()
     for name, *facts in rows():
         begin = lines.index(name)
-        for line, title, fact in zip(
-            lines[begin + 1 : begin + 4], ("models", "features", "formats"), facts, strict=True
-        ):
+        titles = ("models", "features", "formats", "targets")
+        for line, title, fact in zip(lines[begin + 1 : begin + 5], titles, facts, strict=True):
             assert line.split(maxsplit=1) == [title, fact]
 
 
