@@ -1,0 +1,238 @@
+"""Every CPU kernel on a model's shapes: what is called, and the work that it has to do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.roofline import Work
+from bench.step_work import model_size
+from llmbuild.runtime.manifest import Manifest
+
+ITEM_BYTES = {"float": 4, "bf16": 2}
+LINEAR_ROWS = (1, 2, 4, 8, 32, 128, 512)
+HEAD_ROWS = (1, 2, 4, 8, 32)  # of lm_head: one a sequence
+ROWS = (1, 32, 512)
+CONTEXTS = (128, 2048)
+EXPERTS, TOP_K = 8, 2  # kExperts and kTopK of kernels.cpp
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder that kernels depend on."""
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    block_size: int = 16
+
+    @property
+    def q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        return self.q + 2 * self.kv
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
+        Shape("llama-1.1b", 2048, 5632, 32, 4, 64, 32000),
+    )
+}
+
+
+def shape_of(manifest: Manifest) -> Shape:
+    """The shape of an engine's model."""
+    return Shape(
+        name=manifest.name,
+        hidden=model_size(manifest, "hidden_size"),
+        inner=model_size(manifest, "intermediate_size"),
+        heads=model_size(manifest, "num_heads"),
+        kv_heads=manifest.kv.num_kv_heads,
+        head_dim=manifest.kv.head_dim,
+        vocab=manifest.vocab_size,
+        block_size=manifest.kv.block_size,
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Equal sequences of `context` tokens after a step that adds `new_tokens` to each."""
+
+    sequences: int
+    new_tokens: int
+    context: int
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.new_tokens
+
+    @property
+    def keys(self) -> int:
+        """Keys that the step's tokens see, added up."""
+        unseen = self.new_tokens * (self.new_tokens - 1) // 2
+        return self.sequences * (self.new_tokens * self.context - unseen)
+
+
+def batch_of(rows: int) -> Batch:
+    """Decoding of up to 32 sequences, or else the prefill of one."""
+    return Batch(rows, 1, 128) if rows <= 32 else Batch(1, rows, rows)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one batch. code: the call, from fields of Data (kernels.cpp).
+
+    touched_bytes: from the start of its cold memory to the end of what it may read, where that is
+    more than the work's cold bytes.
+    """
+
+    kernel: str
+    what: str
+    batch: Batch
+    code: str
+    work: Work
+    touched_bytes: int = 0
+
+    @property
+    def copy_bytes(self) -> int:
+        """Size of the cold memory, of which each call gets another copy."""
+        return max(self.touched_bytes, self.work.cold_bytes)
+
+
+def cases(shape: Shape) -> Iterator[Case]:
+    """All of them, kernel by kernel."""
+    for dtype in ITEM_BYTES:
+        yield from _linears(shape, dtype)
+    for dtype in ITEM_BYTES:
+        yield from _attention(shape, dtype)
+    for rows in ROWS:
+        batch = batch_of(rows)
+        yield from _norms(shape, batch)
+        yield from _rope(shape, batch)
+        yield from _pointwise(shape, batch)
+        yield from _gathers(shape, batch)
+        yield from _moe(shape, batch)
+
+
+def _linears(s: Shape, dtype: str) -> Iterator[Case]:
+    for name, n, k, row_counts in (
+        ("qkv", s.qkv, s.hidden, LINEAR_ROWS),
+        ("o", s.hidden, s.q, LINEAR_ROWS),
+        ("gate_up", 2 * s.inner, s.hidden, LINEAR_ROWS),
+        ("down", s.hidden, s.inner, LINEAR_ROWS),
+        ("lm_head", s.vocab, s.hidden, HEAD_ROWS),
+    ):
+        arguments = f"worker, d.a, d.at<{dtype}>(), nullptr, d.b, d.rows"
+        code = f"linear<{dtype}, {n}, {k}, {k}, {n}>({arguments})"
+        padded = -(-n // 16) * 16
+        for rows in row_counts:
+            work = Work(padded * k * ITEM_BYTES[dtype], 4 * rows * (n + k), 2 * rows * n * k)
+            yield Case("linear", f"{name} {n}x{k} {dtype}", batch_of(rows), code, work)
+
+
+def _attention(s: Shape, dtype: str) -> Iterator[Case]:
+    heads = f"{dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}"
+    for context in CONTEXTS:
+        blocks = -(-context // s.block_size)
+        for name, batch in (
+            ("decode", Batch(1, 1, context)),
+            ("decode", Batch(32, 1, context)),
+            ("prefill", Batch(1, min(context, 512), context)),
+        ):
+            pool = batch.sequences * blocks * s.block_size * s.kv
+            code = (
+                f"paged_attention<{heads}, {s.q}, {s.q}>(worker, d.step, d.a, d.at<{dtype}>(), "
+                f"d.at<{dtype}>({pool}), 0.125f, 0, d.b)"
+            )
+            item = ITEM_BYTES[dtype]
+            cold = 2 * batch.sequences * context * s.kv * item
+            work = Work(cold, 8 * batch.rows * s.q, 4 * batch.keys * s.q)
+            what = f"{name} at {context} {dtype}"
+            yield Case("paged_attention", what, batch, code, work, 2 * pool * item)
+
+
+def _norms(s: Shape, batch: Batch) -> Iterator[Case]:
+    n, r = s.hidden, batch.rows
+    rms = f"rms_norm<{n}, {n}, {n}, {n}>(worker, d.a, d.d, 1e-5f, d.b, d.rows)"
+    yield Case("rms_norm", f"{n}", batch, rms, Work(0, 8 * r * n + 4 * n, 4 * r * n))
+    add = f"add_rms_norm<{n}, {n}, {n}, {n}, {n}>(worker, d.a, d.b, d.d, 1e-5f, d.b, d.c, d.rows)"
+    yield Case("add_rms_norm", f"{n}", batch, add, Work(0, 16 * r * n + 4 * n, 5 * r * n))
+    layer = f"layer_norm<{n}, {n}, {n}>(worker, d.a, d.d, d.d, 1e-5f, d.b, d.rows)"
+    yield Case("layer_norm", f"{n}", batch, layer, Work(0, 8 * r * n + 4 * n, 7 * r * n))
+
+
+def _rope(s: Shape, batch: Batch) -> Iterator[Case]:
+    r, half = batch.rows, s.head_dim // 2
+    what, work = f"{s.head_dim}", Work(0, 4 * r * s.head_dim + 4 * half, 5 * r * half)
+    table = f"rope_table<{half}>(worker, d.step.positions, d.a, 1.0f, d.b, d.rows)"
+    yield Case("rope_table", what, batch, table, work)
+    switched = f"switched_rope_table<{half}>(worker, d.step, d.a, 64, 1.0f, d.b)"
+    yield Case("switched_rope_table", what, batch, switched, work)
+    dynamic = f"dynamic_rope_table<{half}>(worker, d.step, 1e4f, 2.0f, 64, 1.0f, d.b)"
+    yield Case("dynamic_rope_table", what, batch, dynamic, work)
+    blocks = -(-batch.context // s.block_size)
+    pool = batch.sequences * blocks * s.block_size * s.kv
+    write = (
+        f"rope_kv_write<bf16, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}, {s.qkv}, "
+        f"{s.qkv}, {s.qkv}, {s.q}, false>(worker, d.step, d.a, d.a + {s.q}, d.a + {s.q + s.kv}, "
+        f"d.b, nullptr, nullptr, 0.0f, d.at<bf16>(), d.at<bf16>({pool}), d.c)"
+    )
+    warm = 4 * r * (s.qkv + s.q + s.head_dim)
+    work = Work(2 * 2 * r * s.kv, warm, 3 * r * (s.q + s.kv))
+    yield Case("rope_kv_write", f"{s.heads}/{s.kv_heads} bf16", batch, write, work, 4 * pool)
+
+
+def _pointwise(s: Shape, batch: Batch) -> Iterator[Case]:
+    n, r = s.inner, batch.rows
+    gated = (
+        f"gated_activation<{n}, {2 * n}, {2 * n}, {n}, Silu>(worker, d.a, d.a + {n}, d.b, d.rows)"
+    )
+    yield Case("gated_activation", f"{n}", batch, gated, Work(0, 12 * r * n, 5 * r * n))
+    n = s.hidden
+    add = (
+        f"elementwise<{n}, {n}>(worker, d.c, d.rows, [&](int64_t r, int i) {{ "
+        f"return load_chunk<{n}>(d.a + r * {n}, i) + load_chunk<{n}>(d.b + r * {n}, i); }})"
+    )
+    yield Case("elementwise", f"a + b {n}", batch, add, Work(0, 12 * r * n, r * n))
+
+
+def _gathers(s: Shape, batch: Batch) -> Iterator[Case]:
+    n, r = s.hidden, batch.rows
+    work = Work(2 * r * n, 4 * r * n)
+    for kernel, index, touched_bytes in (
+        ("gather_rows", "row_index", 2 * r * n),
+        ("gather_tiled_rows", "tile_index", 2 * r * n * 16),
+    ):
+        code = f"{kernel}<bf16, {n}, {n}>(worker, d.at<bf16>(), d.{index}, d.a, d.rows)"
+        yield Case(kernel, f"{n} bf16", batch, code, work, touched_bytes)
+
+
+def _moe(s: Shape, batch: Batch) -> Iterator[Case]:
+    """Experts of a quarter of the MLP's width; routing is even."""
+    r, e, k, h = batch.rows, EXPERTS, TOP_K, s.hidden
+    slots, n = k * r, s.inner // 2  # n: an expert's gate and up together
+    what = f"{k} of {e}"
+    route = f"moe_route<{e}, {k}, Softmax, true, {e}>(worker, d.a, d.experts, d.c, d.rows)"
+    work = Work(0, 4 * r * e + 8 * slots, 4 * r * e + 2 * slots)
+    yield Case("moe_route", what, batch, route, work)
+    sort = f"moe_sort<{e}, {k}>(worker, d.experts, d.starts, d.rows_of, d.slot_of, d.rows)"
+    yield Case("moe_sort", what, batch, sort, Work(0, 12 * slots + 4 * (e + 1)))
+    gather = f"moe_gather<{h}, {h}>(worker, d.a, d.rows_of, d.b, d.slots)"
+    yield Case("moe_gather", f"{h}", batch, gather, Work(0, 4 * (r + slots) * h))
+    linear = f"moe_linear<bf16, {e}, {n}, {h}>(worker, d.a, d.at<bf16>(), nullptr, d.starts, d.b)"
+    expert_bytes = 2 * -(-n // 16) * 16 * h
+    work = Work(min(e, slots) * expert_bytes, 4 * slots * (n + h), 2 * slots * n * h)
+    yield Case("moe_linear", f"{n}x{h} {what} bf16", batch, linear, work, e * expert_bytes)
+    combine = f"moe_combine<{h}, {k}, {h}>(worker, d.a, d.slot_of, d.c, d.b, d.rows)"
+    warm = 4 * (slots + r) * h + 8 * slots
+    yield Case("moe_combine", f"{h}", batch, combine, Work(0, warm, 2 * slots * h))

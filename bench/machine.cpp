@@ -1,0 +1,113 @@
+// What a machine can do: reads, multiply-adds and barriers on a team of threads. Every function
+// returns seconds for one call on all threads; the operations of a call are counted in machine.py.
+#include "common/vec.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+using namespace llmbuild;
+
+namespace {
+
+constexpr int kAccumulators = kVectorRegisters >= 32 ? 20 : kVectorRegisters >= 8 ? 5 : 2;
+constexpr int kDotAccumulators = 16;
+constexpr int kSteps = 10000;
+
+// Takes a value, so that what made it can't be left out.
+template <class V>
+LLMBUILD_INLINE void keep(V value) {
+  asm volatile("" : : "m"(value));
+}
+
+void read(const float* from, int64_t count) {
+  f32x16 sums[8];
+  for (f32x16& sum : sums) sum = splat(0.0f);
+  for (int64_t i = 0; i + 8 * kLanes <= count; i += 8 * kLanes) {
+    LLMBUILD_UNROLL for (int j = 0; j < 8; ++j) sums[j] = sums[j] + load(from + i + j * kLanes);
+  }
+  for (const f32x16& sum : sums) keep(sum);
+}
+
+void multiply_add_fp32() {
+  f32x16 sums[kAccumulators];
+  const f32x16 factor = splat(0.5f), term = splat(1.0f);
+  for (int j = 0; j < kAccumulators; ++j) sums[j] = splat(float(j));
+  for (int i = 0; i < kSteps; ++i) {
+    LLMBUILD_UNROLL for (f32x16& sum : sums) sum = multiply_add(sum, factor, term);
+  }
+  for (const f32x16& sum : sums) keep(sum);
+}
+
+#if defined(__x86_64__)
+
+__attribute__((target("avx512f,avx512bf16"))) void dot_bf16() {
+  __m512 sums[kDotAccumulators] = {};
+  const __m512bh factor = (__m512bh)_mm512_set1_epi32(0x3c003c00);
+  for (int i = 0; i < kSteps; ++i) {
+    LLMBUILD_UNROLL for (int j = 0; j < kDotAccumulators; ++j) {
+      sums[j] = _mm512_dpbf16_ps(sums[j], factor, factor);
+      asm("" : "+v"(sums[j]));
+    }
+  }
+  for (const __m512& sum : sums) keep(sum);
+}
+
+__attribute__((target("avx512f,avx512vnni"))) void dot_int8() {
+  __m512i sums[kDotAccumulators] = {};
+  const __m512i factor = _mm512_set1_epi32(0x01010101);
+  for (int i = 0; i < kSteps; ++i) {
+    LLMBUILD_UNROLL for (int j = 0; j < kDotAccumulators; ++j) {
+      sums[j] = _mm512_dpbusd_epi32(sums[j], factor, factor);
+      asm("" : "+v"(sums[j]));
+    }
+  }
+  for (const __m512i& sum : sums) keep(sum);
+}
+
+const bool kHasBf16 = __builtin_cpu_supports("avx512bf16");
+const bool kHasInt8 = __builtin_cpu_supports("avx512vnni");
+
+#else
+
+void dot_bf16() {}
+void dot_int8() {}
+constexpr bool kHasBf16 = false, kHasInt8 = false;
+
+#endif
+
+}  // namespace
+
+// Reads `bytes` of `buffer` `passes` times; each thread has its own part of them.
+LLMBUILD_EXPORT double read_seconds(int threads, int64_t calls, const float* buffer, int64_t bytes,
+                                    int passes) {
+  const int64_t share = bytes / 4 / threads;
+  return seconds_per_call(threads, 0, calls, [&](const Worker& worker, int64_t) {
+    for (int pass = 0; pass < passes; ++pass) read(buffer + worker.id * share, share);
+  });
+}
+
+LLMBUILD_EXPORT double barrier_seconds(int threads, int64_t calls) {
+  return seconds_per_call(threads, 0, calls, [](const Worker&, int64_t) {});
+}
+
+// Operations of one thread's call: additions and multiplications.
+LLMBUILD_EXPORT int64_t fp32_operations() { return 2 * kLanes * kAccumulators * kSteps; }
+LLMBUILD_EXPORT double fp32_seconds(int threads, int64_t calls) {
+  return seconds_per_call(threads, 0, calls, [](const Worker&, int64_t) { multiply_add_fp32(); });
+}
+
+// 0 operations: this processor or this target has no such instruction.
+LLMBUILD_EXPORT int64_t bf16_operations() {
+  return kHasBf16 ? 2 * 32 * kDotAccumulators * kSteps : 0;
+}
+LLMBUILD_EXPORT double bf16_seconds(int threads, int64_t calls) {
+  return seconds_per_call(threads, 0, calls, [](const Worker&, int64_t) { dot_bf16(); });
+}
+
+LLMBUILD_EXPORT int64_t int8_operations() {
+  return kHasInt8 ? 2 * 64 * kDotAccumulators * kSteps : 0;
+}
+LLMBUILD_EXPORT double int8_seconds(int threads, int64_t calls) {
+  return seconds_per_call(threads, 0, calls, [](const Worker&, int64_t) { dot_int8(); });
+}

@@ -1,0 +1,67 @@
+"""The work of an engine's step, by its manifest: weights and KV to read, operations to do."""
+
+import numpy as np
+
+from bench.roofline import Work
+from llmbuild.errors import UserError
+from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.manifest import KV_ITEM_BYTES, SCRATCH_BLOCK, Manifest
+
+
+class StepWork:
+    """step_work(batch) is the least work of a step.
+
+    Weights are read once, and so is each sequence's KV; activations stay in caches. Operations
+    are those of linears and attention. Sequences that pad a bucket are no work.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Raises UserError for a mixture of experts: what it reads depends on the tokens."""
+        model = manifest.model
+        if model.get("moe") is not None:
+            raise UserError(
+                f"{manifest.name} is a mixture of experts, whose steps read what tokens choose; "
+                "this benchmark bounds dense models only"
+            )
+        hidden, inner = (
+            model_size(manifest, f"{what}_size") for what in ("hidden", "intermediate")
+        )
+        kv = manifest.kv
+        self.q_size = model_size(manifest, "num_heads") * kv.head_dim
+        kv_size = kv.num_kv_heads * kv.head_dim
+        mlp = (3 if model["gated_mlp"] else 2) * hidden * inner
+        self.layer_weights = hidden * (2 * self.q_size + 2 * kv_size) + mlp
+        self.head_weights = manifest.vocab_size * hidden
+        self.head_bytes = self.head_weights * KV_ITEM_BYTES[manifest.precision]
+        tables = 1 if model["tie_embeddings"] else 2  # the token embedding's rows are gathered
+        weights_bytes = manifest.files[manifest.ranks[0].weights].size_bytes
+        self.body_bytes = weights_bytes - tables * self.head_bytes
+        windows = model["windows"]
+        assert isinstance(windows, list)
+        self.windows = [window or manifest.limits.max_sequence_length for window in windows]
+        self.kv_token_bytes = kv.block_bytes // kv.block_size // len(kv.layers)
+
+    def __call__(self, batch: StepBatch) -> Work:
+        new_tokens = np.diff(batch.query_start)
+        is_real = batch.block_tables[:, 0] != SCRATCH_BLOCK
+        token_is_real = np.repeat(is_real, new_tokens)
+        lengths, news = batch.kv_lengths[is_real], new_tokens[is_real]
+        seen = batch.positions[token_is_real] + 1
+        logit_rows = int(token_is_real[batch.logit_rows].sum())
+        kv_tokens = sum(int(np.minimum(lengths, news + w - 1).sum()) for w in self.windows)
+        keys = sum(int(np.minimum(seen, w).sum()) for w in self.windows)
+        return Work(
+            cold_bytes=self.body_bytes
+            + (self.head_bytes if logit_rows else 0)
+            + kv_tokens * self.kv_token_bytes,
+            operations=2 * len(self.windows) * self.layer_weights * len(seen)
+            + 2 * self.head_weights * logit_rows
+            + 4 * self.q_size * keys,
+        )
+
+
+def model_size(manifest: Manifest, name: str) -> int:
+    """A whole number of the manifest's decoder config."""
+    size = manifest.model[name]
+    assert isinstance(size, int)
+    return size
