@@ -33,6 +33,10 @@ def open_engine(root: Path, cpuinfo: Path = CPUINFO) -> Engine:
     """
     manifest = read_manifest(root)
     check_target(manifest.target)
+    if len(manifest.ranks) != 1:
+        raise EngineError(
+            f"the engine has {len(manifest.ranks)} ranks, and this runtime runs engines of 1 rank"
+        )
     isa_level = choose_level(manifest.target, cpuinfo)
     check_files(root, manifest)
     return Engine(root, manifest, isa_level)

@@ -17,6 +17,6 @@ def choose_num_threads(num_threads: int | None) -> int:
     is_int = isinstance(num_threads, int) and not isinstance(num_threads, bool)
     if not is_int or not 1 <= num_threads <= MAX_THREADS:
         raise UserError(
-            f"num_threads is {num_threads!r}; it must be a whole number from 1 to {MAX_THREADS}"
+            f"num_threads is {num_threads!r}; it must be a whole number >= 1 and <= {MAX_THREADS}"
         )
     return num_threads

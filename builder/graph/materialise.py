@@ -8,26 +8,41 @@ import torch
 from numpy.typing import NDArray
 
 from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.errors import CheckpointError
 
 ReadTensor = Callable[[str], NDArray[np.generic]]  # canonical name -> values
 NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.generic]:
-    """The values of a weight or constant of the graph, C-contiguous, in the weight's dtype."""
+    """The values of a weight or constant of the graph, C-contiguous, in the weight's dtype.
+
+    Raises CheckpointError, naming the tensor, for one that holds NaN or an infinity.
+    """
     if name in step.constants:
         return step.constants[name]
     weight = step.weights[name]
     dtype = NUMPY_DTYPES[weight.dtype]
     if len(weight.sources) == 1:
-        return np.ascontiguousarray(read(weight.sources[0]).astype(dtype, copy=False))
+        return np.ascontiguousarray(_finite(read, weight.sources[0]).astype(dtype, copy=False))
     values = np.empty(weight.shape, dtype)
     row = 0
     for source in weight.sources:
-        part = read(source)
+        part = _finite(read, source)
         values[row : row + part.shape[0]] = part
         row += part.shape[0]
     assert row == weight.shape[0]
+    return values
+
+
+def _finite(read: ReadTensor, name: str) -> NDArray[np.generic]:
+    values = read(name)
+    wrong = values.size - np.count_nonzero(np.isfinite(values))
+    if wrong:
+        raise CheckpointError(
+            f"{name} holds {wrong} values of {values.size} that are NaN or infinite; the "
+            "checkpoint is damaged, or was saved from a training run that diverged"
+        )
     return values
 
 

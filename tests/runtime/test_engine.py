@@ -78,7 +78,7 @@ def write_manifest(root: Path, **changes: Any) -> None:
         "precision": "bf16",
         "target": target(LEVEL_NAMES),
         "limits": {"max_sequence_length": 101, "max_step_tokens": 64, "max_sequences": 5},
-        "buckets": [1, 2, 8],
+        "buckets": [1, 2, 4],
         "kv": {
             "block_size": 16,
             "num_kv_heads": 2,
@@ -245,6 +245,13 @@ def test_a_processor_without_the_levels_is_told_what_it_lacks(root: Path, tmp_pa
 def test_a_level_of_the_future_is_refused_by_name(root: Path, cpuinfo: Path) -> None:
     write_manifest(root, target=target(["x86-64-v9"]), ranks=ranks(["x86-64-v9"]))
     assert "x86-64-v9 isn't known to this runtime" in refusal(root, cpuinfo)
+
+
+def test_an_engine_of_several_ranks_is_refused(root: Path, cpuinfo: Path) -> None:
+    write_manifest(root, ranks=2 * ranks(LEVEL_NAMES))
+    text = refusal(root, cpuinfo)
+    assert "has 2 ranks" in text
+    assert "engines of 1 rank" in text
 
 
 def test_the_processor_is_asked_before_the_files_are_read(root: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def content() -> Content:
             "compiler_flags": {"x86-64-v3": ["-O3"], "x86-64": ["-O3"]},
         },
         "limits": {"max_sequence_length": 101, "max_step_tokens": 64, "max_sequences": 5},
-        "buckets": [1, 2, 8],
+        "buckets": [1, 2, 4],
         "kv": {
             "block_size": 16,
             "num_kv_heads": 2,
@@ -213,6 +213,10 @@ def unlisted_tokenizer(value: Content) -> None:
     del value["files"]["tokenizer.json"]
 
 
+def bucket_beyond_a_step(value: Content) -> None:
+    value["buckets"] = [1, 2, 6]
+
+
 def lists_itself(value: Content) -> None:
     value["files"]["manifest.json"] = value["files"]["tokenizer.json"]
 
@@ -231,6 +235,7 @@ def lists_itself(value: Content) -> None:
         (no_ranks, ["0 ranks"]),
         (unlisted_weights, ["rank0/other.safetensors"]),
         (unlisted_tokenizer, ["tokenizer.json"]),
+        (bucket_beyond_a_step, ["a bucket of 6", "at most 5 sequences"]),
         (lists_itself, ["manifest.json itself"]),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from llmbuild.builder.graph.materialise import as_torch, materialise
 from llmbuild.builder.graph.step_graph import StepGraph, Weight
+from llmbuild.errors import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -74,3 +75,16 @@ def test_torch_sees_the_same_memory(dtype: np.dtype, expected: torch.dtype) -> N
     assert (tensor.dtype, tensor.tolist()) == (expected, [1.5, -2.25])
     tensor[0] = 3.0
     assert values[0] == 3.0
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("stored", [np.dtype(np.float32), np.dtype(np.float16), BF16])
+@pytest.mark.parametrize("sources", [("a",), ("b", "a")])
+def test_tensor_with_a_value_that_is_no_number_is_refused_by_name(
+    step_of: Callable[..., StepGraph], sources: tuple[str, ...], stored: np.dtype, wrong: float
+) -> None:
+    parts = {name: np.ones((2, 3), stored) for name in "ab"}
+    parts["a"][1, 2] = wrong
+    step = step_of(w=Weight(sources, (2 * len(sources), 3), "fp32"))
+    with pytest.raises(CheckpointError, match="a holds 1 values of 6 that are NaN or infinite"):
+        materialise(step, "w", parts.__getitem__)
