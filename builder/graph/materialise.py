@@ -11,6 +11,7 @@ from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.errors import CheckpointError
 
 ReadTensor = Callable[[str], NDArray[np.generic]]  # canonical name -> values
+_CHECKED_ITEMS = 1 << 16
 NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -37,7 +38,9 @@ def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.gene
 
 def _finite(read: ReadTensor, name: str) -> NDArray[np.generic]:
     values = read(name)
-    wrong = values.size - np.count_nonzero(np.isfinite(values))
+    rows = max(1, _CHECKED_ITEMS * len(values) // values.size)  # at a time, to hold little beside
+    parts = (values[begin : begin + rows] for begin in range(0, len(values), rows))
+    wrong = sum(part.size - np.count_nonzero(np.isfinite(part)) for part in parts)
     if wrong:
         raise CheckpointError(
             f"{name} holds {wrong} values of {values.size} that are NaN or infinite; the "
