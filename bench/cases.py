@@ -5,9 +5,19 @@ from dataclasses import dataclass
 
 from bench.roofline import Work
 from bench.step_work import model_size
-from llmbuild.runtime.manifest import Manifest
+from llmbuild.builder.targets.cpu.lowering import ATTENTION_RANGE_KEYS
+from llmbuild.builder.targets.cpu.pack_quantised import quantised_bytes
+from llmbuild.quant.grid import WeightGrid
+from llmbuild.runtime.manifest import KV_ITEM_BYTES, KV_SCALE_BYTES, KVLayout, Manifest
 
 ITEM_BYTES = {"float": 4, "bf16": 2}
+GRIDS = (
+    WeightGrid(4, 32, symmetric=False),
+    WeightGrid(4, 64, symmetric=True),
+    WeightGrid(8, 0, symmetric=True),
+    WeightGrid(8, 32, symmetric=True),
+)
+ACTIVATION_GROUP = 64  # columns of int8 activations that share a scale
 LINEAR_ROWS = (1, 2, 4, 8, 32, 128, 512)
 HEAD_ROWS = (1, 2, 4, 8, 32)  # of lm_head: one a sequence
 ROWS = (1, 32, 512)
@@ -65,6 +75,25 @@ def shape_of(manifest: Manifest) -> Shape:
 
 
 @dataclass(frozen=True)
+class KVDtype:
+    """A dtype of KV pools by the recipe's name."""
+
+    name: str
+
+    @property
+    def item_bytes(self) -> int:
+        return KV_ITEM_BYTES[self.name]
+
+    def head_bytes(self, s: Shape) -> int:
+        """Of one token's K or V in one head."""
+        scale = KV_SCALE_BYTES if self.name == "int8" else 0
+        return s.head_dim * self.item_bytes + scale
+
+
+KV_DTYPES = {"float": KVDtype("fp32"), "bf16": KVDtype("bf16"), "int8_t": KVDtype("int8")}
+
+
+@dataclass(frozen=True)
 class Batch:
     """Equal sequences of `context` tokens after a step that adds `new_tokens` to each."""
 
@@ -113,7 +142,9 @@ def cases(shape: Shape) -> Iterator[Case]:
     """All of them, kernel by kernel."""
     for dtype in ITEM_BYTES:
         yield from _linears(shape, dtype)
-    for dtype in ITEM_BYTES:
+    for grid in GRIDS:
+        yield from _int8_linears(shape, grid)
+    for dtype in KV_DTYPES:
         yield from _attention(shape, dtype)
     for rows in ROWS:
         batch = batch_of(rows)
@@ -121,17 +152,21 @@ def cases(shape: Shape) -> Iterator[Case]:
         yield from _rope(shape, batch)
         yield from _pointwise(shape, batch)
         yield from _gathers(shape, batch)
+        yield from _quantised(shape, batch)
         yield from _moe(shape, batch)
 
 
+def _linear_shapes(s: Shape) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """Name, outputs, inputs, numbers of rows."""
+    yield "qkv", s.qkv, s.hidden, LINEAR_ROWS
+    yield "o", s.hidden, s.q, LINEAR_ROWS
+    yield "gate_up", 2 * s.inner, s.hidden, LINEAR_ROWS
+    yield "down", s.hidden, s.inner, LINEAR_ROWS
+    yield "lm_head", s.vocab, s.hidden, HEAD_ROWS
+
+
 def _linears(s: Shape, dtype: str) -> Iterator[Case]:
-    for name, n, k, row_counts in (
-        ("qkv", s.qkv, s.hidden, LINEAR_ROWS),
-        ("o", s.hidden, s.q, LINEAR_ROWS),
-        ("gate_up", 2 * s.inner, s.hidden, LINEAR_ROWS),
-        ("down", s.hidden, s.inner, LINEAR_ROWS),
-        ("lm_head", s.vocab, s.hidden, HEAD_ROWS),
-    ):
+    for name, n, k, row_counts in _linear_shapes(s):
         arguments = f"worker, d.a, d.at<{dtype}>(), nullptr, d.b, d.rows"
         code = f"linear<{dtype}, {n}, {k}, {k}, {n}>({arguments})"
         padded = -(-n // 16) * 16
@@ -140,25 +175,56 @@ def _linears(s: Shape, dtype: str) -> Iterator[Case]:
             yield Case("linear", f"{name} {n}x{k} {dtype}", batch_of(rows), code, work)
 
 
+def _int8_linears(s: Shape, grid: WeightGrid) -> Iterator[Case]:
+    for name, n, k, row_counts in _linear_shapes(s):
+        shape = f"{_template(grid, k)}, {n}, {k}, {ACTIVATION_GROUP}, {n}"
+        x = "reinterpret_cast<const uint8_t*>(d.a)"
+        code = f"int8_linear<{shape}>(worker, {x}, d.cold, nullptr, d.b, d.rows)"
+        for rows in row_counts:
+            warm = rows * (_int8_row_bytes(k) + 4 * n)
+            work = Work(quantised_bytes(grid, n, k), warm, int8_operations=2 * rows * n * k)
+            what = f"{name} {n}x{k} {grid.describe()}"
+            yield Case("int8_linear", what, batch_of(rows), code, work)
+
+
+def _template(grid: WeightGrid, k: int) -> str:
+    """The grid as C++ for rows of k columns."""
+    return f"Grid<{grid.bits}, {grid.columns_of(k)}, {'false' if grid.symmetric else 'true'}>"
+
+
+def _int8_row_bytes(k: int) -> int:
+    """Codes, scales and two sums for each 32 of them; padding isn't counted."""
+    return k + 4 * k // ACTIVATION_GROUP + 8 * k // 32
+
+
 def _attention(s: Shape, dtype: str) -> Iterator[Case]:
     heads = f"{dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}"
     for context in CONTEXTS:
-        blocks = -(-context // s.block_size)
         for name, batch in (
             ("decode", Batch(1, 1, context)),
             ("decode", Batch(32, 1, context)),
             ("prefill", Batch(1, min(context, 512), context)),
         ):
-            pool = batch.sequences * blocks * s.block_size * s.kv
+            pool_bytes = _pool_bytes(s, batch, dtype)
+            parts = -(-context // ATTENTION_RANGE_KEYS) * s.heads * (-(-s.head_dim // 16) * 16 + 2)
             code = (
                 f"paged_attention<{heads}, {s.q}, {s.q}>(worker, d.step, d.a, d.at<{dtype}>(), "
-                f"d.at<{dtype}>({pool}), 0.125f, 0, d.b)"
+                f"d.at<{dtype}>({pool_bytes // KV_DTYPES[dtype].item_bytes}), 0.125f, 0, d.b, 0, "
+                f"nullptr, d.c, {parts})"
             )
-            item = ITEM_BYTES[dtype]
-            cold = 2 * batch.sequences * context * s.kv * item
+            cold = 2 * batch.sequences * context * s.kv_heads * KV_DTYPES[dtype].head_bytes(s)
             work = Work(cold, 8 * batch.rows * s.q, 4 * batch.keys * s.q)
             what = f"{name} at {context} {dtype}"
-            yield Case("paged_attention", what, batch, code, work, 2 * pool * item)
+            yield Case("paged_attention", what, batch, code, work, 2 * pool_bytes)
+
+
+def _pool_bytes(s: Shape, batch: Batch, dtype: str) -> int:
+    """One layer's K, or its V."""
+    layout = KVLayout(
+        block_size=s.block_size, num_kv_heads=s.kv_heads, head_dim=s.head_dim, layers=[]
+    )
+    blocks = batch.sequences * -(-batch.context // s.block_size)
+    return blocks * layout.pool_block_bytes(KV_DTYPES[dtype].name)
 
 
 def _norms(s: Shape, batch: Batch) -> Iterator[Case]:
@@ -180,16 +246,18 @@ def _rope(s: Shape, batch: Batch) -> Iterator[Case]:
     yield Case("switched_rope_table", what, batch, switched, work)
     dynamic = f"dynamic_rope_table<{half}>(worker, d.step, 1e4f, 2.0f, 64, 1.0f, d.b)"
     yield Case("dynamic_rope_table", what, batch, dynamic, work)
-    blocks = -(-batch.context // s.block_size)
-    pool = batch.sequences * blocks * s.block_size * s.kv
-    write = (
-        f"rope_kv_write<bf16, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}, {s.qkv}, "
-        f"{s.qkv}, {s.qkv}, {s.q}, false>(worker, d.step, d.a, d.a + {s.q}, d.a + {s.q + s.kv}, "
-        f"d.b, nullptr, nullptr, 0.0f, d.at<bf16>(), d.at<bf16>({pool}), d.c)"
-    )
-    warm = 4 * r * (s.qkv + s.q + s.head_dim)
-    work = Work(2 * 2 * r * s.kv, warm, 3 * r * (s.q + s.kv))
-    yield Case("rope_kv_write", f"{s.heads}/{s.kv_heads} bf16", batch, write, work, 4 * pool)
+    for dtype, kv in KV_DTYPES.items():
+        pool_bytes = _pool_bytes(s, batch, dtype)
+        write = (
+            f"rope_kv_write<{dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}, "
+            f"{s.qkv}, {s.qkv}, {s.qkv}, {s.q}, false>(worker, d.step, d.a, d.a + {s.q}, "
+            f"d.a + {s.q + s.kv}, d.b, nullptr, nullptr, 0.0f, d.at<{dtype}>(), "
+            f"d.at<{dtype}>({pool_bytes // kv.item_bytes}), d.c)"
+        )
+        warm = 4 * r * (s.qkv + s.q + s.head_dim)
+        work = Work(2 * r * s.kv_heads * kv.head_bytes(s), warm, 3 * r * (s.q + s.kv))
+        what = f"{s.heads}/{s.kv_heads} {dtype}"
+        yield Case("rope_kv_write", what, batch, write, work, 2 * pool_bytes)
 
 
 def _pointwise(s: Shape, batch: Batch) -> Iterator[Case]:
@@ -215,6 +283,27 @@ def _gathers(s: Shape, batch: Batch) -> Iterator[Case]:
     ):
         code = f"{kernel}<bf16, {n}, {n}>(worker, d.at<bf16>(), d.{index}, d.a, d.rows)"
         yield Case(kernel, f"{n} bf16", batch, code, work, touched_bytes)
+
+
+def _quantised(s: Shape, batch: Batch) -> Iterator[Case]:
+    """What goes with quantised linears: the way into int8, fp32 activations, embeddings."""
+    r = batch.rows
+    for k in (s.hidden, s.inner):
+        y = "reinterpret_cast<uint8_t*>(d.b)"
+        code = f"quantise_rows<{k}, {ACTIVATION_GROUP}, {k}>(worker, d.a, {y}, d.rows)"
+        work = Work(0, r * (4 * k + _int8_row_bytes(k)), 4 * r * k)
+        yield Case("quantise_rows", f"{k}", batch, code, work)
+    grid, n, k = GRIDS[0], 2 * s.inner, s.hidden
+    table = _template(grid, k)
+    shape = f"{table}, {n}, {k}, {k}, {n}"
+    code = f"dequantised_linear<{shape}>(worker, d.a, d.cold, nullptr, d.b, d.rows)"
+    work = Work(quantised_bytes(grid, n, k), 4 * r * (n + k), 2 * r * n * k)
+    yield Case("dequantised_linear", f"gate_up {n}x{k} {grid.describe()}", batch, code, work)
+    gather = f"gather_quantised_rows<{table}, {k}, {k}>(worker, d.cold, d.tile_index, d.a, d.rows)"
+    tile_bytes = quantised_bytes(grid, 16, k)
+    work = Work(r * tile_bytes // 16, 4 * r * k)
+    what = f"{k} {grid.describe()}"
+    yield Case("gather_quantised_rows", what, batch, gather, work, r * tile_bytes)
 
 
 def _moe(s: Shape, batch: Batch) -> Iterator[Case]:

@@ -71,7 +71,8 @@ def measure(shape: Shape, threads: int) -> KernelReport:
 def _source(names: dict[str, str]) -> str:
     """C++ with one exported function for each call."""
     (folder,) = toolchain.include_dirs()
-    headers = sorted(path.relative_to(folder) for path in folder.glob("*/cpu.h"))
+    common = folder / "common"
+    headers = sorted(p.relative_to(folder) for p in folder.glob("*/*.h") if p.parent != common)
     includes = [f'#include "{header}"' for header in headers]
     functions = [f"LLMBUILD_BENCH({name}, {code})" for code, name in names.items()]
     return "\n".join([*includes, (native.FOLDER / "kernels.cpp").read_text(), *functions])
@@ -133,7 +134,7 @@ def table(result: KernelReport) -> str:
     for timing in result.timings:
         work, seconds = timing.work, timing.seconds
         size = work.cold_bytes + work.warm_bytes
-        numbers = (seconds * 1e6, size / seconds / 1e9, work.operations / seconds / 1e9)
+        numbers = (seconds * 1e6, size / seconds / 1e9, work.all_operations / seconds / 1e9)
         lines.append(
             [
                 *(timing.kernel, timing.what, str(timing.rows)),
@@ -146,7 +147,7 @@ def table(result: KernelReport) -> str:
 
 def plot(result: KernelReport, path: Path) -> None:
     """The roofline plot of the kernels that compute something."""
-    points = [Point(t.kernel, t.work, t.seconds) for t in result.timings if t.work.operations]
+    points = [Point(t.kernel, t.work, t.seconds) for t in result.timings if t.work.all_operations]
     peaks = {
         name: peak
         for name, peak in result.before.operations_per_s.items()

@@ -1,6 +1,6 @@
 // What a machine can do: reads, multiply-adds and barriers on a team of threads. Every function
 // returns seconds for one call on all threads; the operations of a call are counted in machine.py.
-#include "common/vec.h"
+#include "common/dot.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -11,7 +11,7 @@ using namespace llmbuild;
 namespace {
 
 constexpr int kAccumulators = kVectorRegisters >= 32 ? 20 : kVectorRegisters >= 8 ? 5 : 2;
-constexpr int kDotAccumulators = 16;
+constexpr int kDotAccumulators = kVectorRegisters >= 32 ? 16 : kVectorRegisters >= 8 ? 4 : 2;
 constexpr int kSteps = 10000;
 
 // Takes a value, so that what made it can't be left out.
@@ -31,7 +31,7 @@ void read(const float* from, int64_t count, int64_t ahead) {
       sums[j] = sums[j] + load(from + i + j * kLanes);
     }
   }
-  for (const f32x16& sum : sums) keep(sum);
+  LLMBUILD_UNROLL for (const f32x16& sum : sums) keep(sum);
 }
 
 void multiply_add_fp32() {
@@ -41,43 +41,59 @@ void multiply_add_fp32() {
   for (int i = 0; i < kSteps; ++i) {
     LLMBUILD_UNROLL for (f32x16& sum : sums) sum = multiply_add(sum, factor, term);
   }
-  for (const f32x16& sum : sums) keep(sum);
+  LLMBUILD_UNROLL for (const f32x16& sum : sums) keep(sum);
+}
+
+// Makes the compiler believe that the value changes.
+LLMBUILD_INLINE void refresh(NativeI32& value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+}
+
+// What the linears of this ISA level do, from registers: unsigned codes of 4 bits times int8.
+void dot_int8() {
+  Dots<4> dots[kDotAccumulators];
+  const i32x16 codes = repeat(NativeI32{} + 0x01010101);
+  NativeI32 x = NativeI32{} + 0x01010101;
+  for (int j = 0; j < kDotAccumulators; ++j) dots[j] = Dots<4>::from(repeat(NativeI32{}));
+  for (int i = 0; i < kSteps; ++i) {
+    LLMBUILD_UNROLL for (int j = 0; j < kDotAccumulators; ++j) {
+      refresh(x);
+      dots[j].add(Dots<4>::codes(codes), x);
+    }
+  }
+  LLMBUILD_UNROLL for (Dots<4>& dot : dots) {
+    dot.end_block();
+    keep(dot.total);
+  }
 }
 
 #if defined(__x86_64__)
 
+constexpr int kBf16Accumulators = 16;
+
 __attribute__((target("avx512f,avx512bf16"))) void dot_bf16() {
-  __m512 sums[kDotAccumulators] = {};
+  __m512 sums[kBf16Accumulators] = {};
   const __m512bh factor = (__m512bh)_mm512_set1_epi32(0x3c003c00);
   for (int i = 0; i < kSteps; ++i) {
-    LLMBUILD_UNROLL for (int j = 0; j < kDotAccumulators; ++j) {
+    LLMBUILD_UNROLL for (int j = 0; j < kBf16Accumulators; ++j) {
       sums[j] = _mm512_dpbf16_ps(sums[j], factor, factor);
       asm("" : "+v"(sums[j]));
     }
   }
-  for (const __m512& sum : sums) keep(sum);
-}
-
-__attribute__((target("avx512f,avx512vnni"))) void dot_int8() {
-  __m512i sums[kDotAccumulators] = {};
-  const __m512i factor = _mm512_set1_epi32(0x01010101);
-  for (int i = 0; i < kSteps; ++i) {
-    LLMBUILD_UNROLL for (int j = 0; j < kDotAccumulators; ++j) {
-      sums[j] = _mm512_dpbusd_epi32(sums[j], factor, factor);
-      asm("" : "+v"(sums[j]));
-    }
-  }
-  for (const __m512i& sum : sums) keep(sum);
+  LLMBUILD_UNROLL for (const __m512& sum : sums) keep(sum);
 }
 
 const bool kHasBf16 = __builtin_cpu_supports("avx512bf16");
-const bool kHasInt8 = __builtin_cpu_supports("avx512vnni");
 
 #else
 
+constexpr int kBf16Accumulators = 0;
 void dot_bf16() {}
-void dot_int8() {}
-constexpr bool kHasBf16 = false, kHasInt8 = false;
+constexpr bool kHasBf16 = false;
 
 #endif
 
@@ -104,15 +120,13 @@ LLMBUILD_EXPORT double fp32_seconds(int threads, int64_t calls) {
 
 // 0 operations: this processor or this target has no such instruction.
 LLMBUILD_EXPORT int64_t bf16_operations() {
-  return kHasBf16 ? 2 * 32 * kDotAccumulators * kSteps : 0;
+  return kHasBf16 ? 2 * 32 * kBf16Accumulators * kSteps : 0;
 }
 LLMBUILD_EXPORT double bf16_seconds(int threads, int64_t calls) {
   return seconds_per_call(threads, 0, calls, [](const Worker&, int64_t) { dot_bf16(); });
 }
 
-LLMBUILD_EXPORT int64_t int8_operations() {
-  return kHasInt8 ? 2 * 64 * kDotAccumulators * kSteps : 0;
-}
+LLMBUILD_EXPORT int64_t int8_operations() { return 2 * 64 * kDotAccumulators * kSteps; }
 LLMBUILD_EXPORT double int8_seconds(int threads, int64_t calls) {
   return seconds_per_call(threads, 0, calls, [](const Worker&, int64_t) { dot_int8(); });
 }

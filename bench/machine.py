@@ -37,15 +37,16 @@ class Machine:
     date: str
     load_average: float  # of the minute before
     read_bytes_per_s: dict[str, float]  # by the size of what is read again and again
-    operations_per_s: dict[str, float | None]  # fp32 FMA, bf16 dot, int8 dot
+    operations_per_s: dict[str, float | None]  # fp32 FMA, bf16 dot, int4/int8 dot
     barrier_s: float
 
     @property
     def roofs(self) -> Roofs:
-        """What bounds the kernels of today: all of them compute in fp32."""
-        peak = self.operations_per_s["fp32"]
-        assert peak is not None
-        return Roofs(self.read_bytes_per_s[MEMORY], self.read_bytes_per_s[CACHE], peak)
+        """What bounds the kernels of today: they compute in fp32, or multiply bytes."""
+        fp32, int8 = self.operations_per_s["fp32"], self.operations_per_s["int8"]
+        assert fp32 is not None
+        assert int8 is not None
+        return Roofs(self.read_bytes_per_s[MEMORY], self.read_bytes_per_s[CACHE], fp32, int8)
 
 
 def best_roofs(before: Machine, after: Machine) -> Roofs:
@@ -55,6 +56,7 @@ def best_roofs(before: Machine, after: Machine) -> Roofs:
         max(a.memory_bytes, b.memory_bytes),
         max(a.cache_bytes, b.cache_bytes),
         max(a.operations, b.operations),
+        max(a.int8_operations, b.int8_operations),
     )
 
 

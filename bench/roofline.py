@@ -4,6 +4,7 @@ Williams, Waterman and Patterson, "Roofline: an insightful visual performance mo
 """
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,24 @@ class Work:
 
     cold_bytes: weights and KV, which come from memory in a real step. warm_bytes: activations,
     which the operation before left in a cache. operations: additions, multiplications, divisions
-    and function values, one each.
+    and function values of fp32, one each. int8_operations: those of dots of bytes.
     """
 
     cold_bytes: int = 0
     warm_bytes: int = 0
     operations: int = 0
+    int8_operations: int = 0
+
+    @property
+    def all_operations(self) -> int:
+        return self.operations + self.int8_operations
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
             self.cold_bytes + other.cold_bytes,
             self.warm_bytes + other.warm_bytes,
             self.operations + other.operations,
+            self.int8_operations + other.int8_operations,
         )
 
 
@@ -39,6 +46,7 @@ class Roofs:
     memory_bytes: float
     cache_bytes: float
     operations: float
+    int8_operations: float = math.inf
 
     def seconds(self, work: Work) -> dict[str, float]:
         """The least time by each of the roofs."""
@@ -46,6 +54,7 @@ class Roofs:
             "memory": work.cold_bytes / self.memory_bytes,
             "cache": work.warm_bytes / self.cache_bytes,
             "compute": work.operations / self.operations,
+            "int8": work.int8_operations / self.int8_operations,
         }
 
     def bound_s(self, work: Work) -> float:
@@ -103,8 +112,8 @@ def plot(
         members = [point for point in points if point.group == group]
         moved = [point.work.cold_bytes + point.work.warm_bytes for point in members]
         axes.scatter(
-            [point.work.operations / size for point, size in zip(members, moved, strict=True)],
-            [point.work.operations / point.seconds / 1e9 for point in members],
+            [point.work.all_operations / size for point, size in zip(members, moved, strict=True)],
+            [point.work.all_operations / point.seconds / 1e9 for point in members],
             label=group,
             marker="osD^vPX*<>dphH8"[index % 15],
             s=18,

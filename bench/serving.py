@@ -46,7 +46,7 @@ def mixed_load(sequences: int, longest: int) -> Load:
 @dataclass(frozen=True)
 class Serving:
     """One load's result. python_share: of the time between the ends of the first and of the last
-    step, the part outside the executor. steps: the work of each."""
+    call of the executor, the part outside of it. steps: the work of each."""
 
     load: Load
     wall_s: float
@@ -67,30 +67,60 @@ class Serving:
 class Trace:
     """Times by time.perf_counter()."""
 
-    steps: list[tuple[float, float, StepBatch]] = field(default_factory=list)  # start, end
+    calls: list[tuple[float, float]] = field(default_factory=list)  # start, end
+    batches: list[tuple[StepBatch, int]] = field(default_factory=list)  # and steps, of each call
     submitted: dict[int, float] = field(default_factory=dict)  # by sequence id
     tokens: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 @contextmanager
 def traced() -> Iterator[Trace]:
-    """Notes every step and every token of this process meanwhile."""
+    """Notes every call of the executor and every token of this process meanwhile."""
     trace = Trace()
-    step, emit = CpuExecutor.step, Request.emit
+    step, step_greedy, emit = CpuExecutor.step, CpuExecutor.step_greedy, Request.emit
+
+    def noted_call(start: float, batch: StepBatch, num_steps: int) -> None:
+        trace.calls.append((start, time.perf_counter()))
+        trace.batches.append((batch, num_steps))
 
     def timed_step(self: CpuExecutor, batch: StepBatch) -> NDArray[np.float32]:
         start = time.perf_counter()
         logits = step(self, batch)
-        trace.steps.append((start, time.perf_counter(), batch))
+        noted_call(start, batch, 1)
         return logits
 
+    def timed_step_greedy(
+        self: CpuExecutor, batch: StepBatch, num_steps: int = 1
+    ) -> list[list[int]]:
+        start = time.perf_counter()
+        rows = step_greedy(self, batch, num_steps)
+        noted_call(start, batch, num_steps)
+        return rows
+
     def timed_emit(self: Request, text: str, token_ids: tuple[int, ...]) -> None:
-        trace.tokens[self.sequence.id].append(time.perf_counter())
+        times = trace.tokens[self.sequence.id]
+        times += [time.perf_counter()] * len(token_ids)
         trace.submitted[self.sequence.id] = self.submitted_s
         emit(self, text, token_ids)
 
-    with patch.object(CpuExecutor, "step", timed_step), patch.object(Request, "emit", timed_emit):
+    with (
+        patch.object(CpuExecutor, "step", timed_step),
+        patch.object(CpuExecutor, "step_greedy", timed_step_greedy),
+        patch.object(Request, "emit", timed_emit),
+    ):
         yield trace
+
+
+def later(batch: StepBatch, index: int) -> StepBatch:
+    """The step of a pure decode so many steps on; its tokens are left as they are."""
+    return StepBatch(
+        token_ids=batch.token_ids,
+        positions=batch.positions + np.int32(index),
+        query_start=batch.query_start,
+        kv_lengths=batch.kv_lengths + np.int32(index),
+        block_tables=batch.block_tables,
+        logit_rows=batch.logit_rows,
+    )
 
 
 def serve(llm: LLM, load: Load) -> Serving:
@@ -127,13 +157,17 @@ def _run(llm: LLM, load: Load) -> Serving:
         ttft_p99_ms=ttft_p99 * 1e3,
         tpot_p50_ms=tpot_p50 * 1e3,
         tpot_p99_ms=tpot_p99 * 1e3,
-        python_share=python_share([(start, end) for start, end, _ in trace.steps]),
-        steps=[step_work(batch) for _, _, batch in trace.steps],
+        python_share=python_share(trace.calls),
+        steps=[
+            step_work(later(batch, index))
+            for batch, num_steps in trace.batches
+            for index in range(num_steps)
+        ],
     )
 
 
-def python_share(steps: list[tuple[float, float]]) -> float:
-    """The part of the time from the end of the first step to the end of the last that lies in no
-    step; steps are (start, end), in order."""
-    total = steps[-1][1] - steps[0][1]
-    return 1 - sum(end - start for start, end in steps[1:]) / total
+def python_share(calls: list[tuple[float, float]]) -> float:
+    """The part of the time from the end of the first call to the end of the last that lies in no
+    call; calls are (start, end), in order."""
+    total = calls[-1][1] - calls[0][1]
+    return 1 - sum(end - start for start, end in calls[1:]) / total

@@ -1,16 +1,11 @@
 """Where llmbuild keeps what can be made again: fetched model files, compiled objects."""
 
 import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def cache_root() -> Path:
-    """$LLMBUILD_CACHE, or ~/.cache/llmbuild. The folder need not exist yet."""
-    given = os.environ.get("LLMBUILD_CACHE")
-    return Path(given).absolute() if given else Path.home() / ".cache" / "llmbuild"
+from llmbuild.cache import cache_root as cache_root
 
 
 @contextmanager

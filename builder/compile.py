@@ -14,6 +14,7 @@ from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
+from llmbuild.builder.quantisation import plan_quantisation
 from llmbuild.builder.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
 from llmbuild.builder.report import make_report, write_report
 from llmbuild.builder.sources import fetch, parse_source
@@ -22,6 +23,7 @@ from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.build import build_cpu
 from llmbuild.builder.verify import verify_engine
+from llmbuild.quant.reader import planned_reader
 from llmbuild.runtime.manifest import SCHEMA_VERSION, KVLayer, KVLayout, Limits, Manifest
 from llmbuild.version import __version__
 
@@ -53,12 +55,14 @@ def compile(
         limits, kv = _limits(resolved), _kv_layout(resolved, config)
         with stages.stage("trace and passes"):
             step = trace(config, resolved.precision)
-            run_passes(step, dump_dir)
+            plan = plan_quantisation(resolved.quantisation, step, weights)
+            run_passes(step, dump_dir, plan)
             step.save(root / "graph" / "step.onnx")
+        read = planned_reader(weights, plan)
         built = build_cpu(
             step,
             config,
-            weights.read,
+            read,
             name=recipe.name,
             limits=limits,
             kv=kv,
@@ -81,7 +85,7 @@ def compile(
             files={},
         )
         tolerance = resolved.verify.tolerance
-        verified = verify_engine(root, manifest, step, weights.read, tolerance, stages)
+        verified = verify_engine(root, manifest, step, read, tolerance, stages)
         report = make_report(manifest, built.plan, config, verified, tolerance, stages.seconds)
         write_report(report, root)
         with stages.stage("publish"):

@@ -26,7 +26,11 @@ from llmbuild.builder.recipe_errors import problem, problem_lines
 from llmbuild.builder.recipe_yaml import RecipeDumper, apply_overrides, read_recipe
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
+from llmbuild.quant.grid import GROUP_UNIT
+from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime.isa import LEVELS
+
+ROW: Literal["row"] = "row"
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_STEP_TOKENS = 512
@@ -35,10 +39,16 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUCKETS = (1, 2, 4, 8)
 DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
+DEFAULT_GROUP_SIZES: dict[int, int | Literal["row"]] = {4: 64, 8: ROW}  # by bits
+DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
+DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
+
 MAX_BUCKET = 64
+UNQUANTISED = "none"
 NATIVE = "native"  # the best level of the machine that builds
 
 Precision = Literal["fp32", "bf16"]
+KVDtype = Literal["fp32", "bf16", "int8"]
 
 R = TypeVar("R", bound="Recipe")
 
@@ -53,6 +63,10 @@ def _levels(value: Any) -> Any:
 
 def _target(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
+
+
+def _scheme(value: Any) -> Any:
+    return {"scheme": value} if isinstance(value, str) else value
 
 
 def _sha256(value: Any) -> str | dict[str, str] | None:
@@ -146,10 +160,48 @@ class Limits(Section):
 
 
 class KVCache(Section):
-    dtype: Precision | None = Field(default=None, description="fp32 or bf16")
+    dtype: KVDtype | None = Field(default=None, description="fp32, bf16 or int8")
     block_size: int | None = Field(
         default=None, ge=1, le=256, description="an integer from 1 to 256"
     )
+
+
+class Quantisation(Section):
+    scheme: str = Field(default=UNQUANTISED, description=f"{UNQUANTISED}, {', '.join(SCHEMES)}")
+    group_size: Annotated[int, Field(ge=GROUP_UNIT)] | Literal["row"] | None = Field(
+        default=None, description=f"a multiple of {GROUP_UNIT}, or {ROW}"
+    )
+    symmetric: bool | None = Field(default=None, description="true or false")
+
+    @field_validator("scheme")
+    @classmethod
+    def _scheme_exists(cls, scheme: str) -> str:
+        if scheme != UNQUANTISED and scheme not in SCHEMES:
+            raise ValueError("no scheme")
+        return scheme
+
+    @field_validator("group_size")
+    @classmethod
+    def _groups_are_whole_units(cls, size: Any) -> Any:
+        if isinstance(size, int) and size % GROUP_UNIT:
+            raise ValueError("no multiple")
+        return size
+
+    @field_validator("group_size", "symmetric")
+    @classmethod
+    def _scheme_has_a_grid(cls, given: Any, info: ValidationInfo) -> Any:
+        scheme = info.data.get("scheme")
+        if given is not None and scheme is not None and not _weight_bits(scheme):
+            raise problem(f"the scheme {scheme} has no grid to choose, so leave it out")
+        return given
+
+    @property
+    def int8_activations(self) -> bool:
+        return self.scheme != UNQUANTISED and SCHEMES[self.scheme].int8_activations
+
+
+def _weight_bits(scheme: str) -> int | None:
+    return None if scheme == UNQUANTISED else SCHEMES[scheme].weight_bits
 
 
 class Verify(Section):
@@ -176,6 +228,11 @@ class Recipe(Section):
         default=Target(), description="cpu, or a mapping with the keys kind, isa"
     )
     precision: Precision = Field(description="fp32 or bf16")
+    quantisation: Annotated[Quantisation, BeforeValidator(_scheme)] = Field(
+        default=Quantisation(),
+        description=f"a scheme ({UNQUANTISED}, {', '.join(SCHEMES)}), or a mapping with the keys "
+        "scheme, group_size, symmetric",
+    )
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
     kv_cache: KVCache = KVCache()
@@ -237,10 +294,27 @@ class Recipe(Section):
         content["buckets"] = self.buckets or tuple(
             bucket for bucket in DEFAULT_BUCKETS if bucket <= max_sequences
         )
-        content["verify"] = {
-            "tolerance": self.verify.tolerance or DEFAULT_TOLERANCE[self.precision]
-        }
+        content["quantisation"] = self._resolved_quantisation()
+        content["verify"] = {"tolerance": self.verify.tolerance or self._default_tolerance()}
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
+
+    def _resolved_quantisation(self) -> dict[str, Any]:
+        given = self.quantisation
+        bits = _weight_bits(given.scheme)
+        if bits is None:
+            return given.model_dump()
+        return {
+            "scheme": given.scheme,
+            "group_size": given.group_size or DEFAULT_GROUP_SIZES[bits],
+            "symmetric": True if given.symmetric is None else given.symmetric,
+        }
+
+    def _default_tolerance(self) -> float:
+        if self.quantisation.int8_activations:
+            return DEFAULT_INT8_TOLERANCE
+        if self.kv_cache.dtype == "int8":
+            return DEFAULT_INT8_KV_TOLERANCE
+        return DEFAULT_TOLERANCE[self.precision]
 
 
 class ResolvedLimits(Limits):
@@ -249,7 +323,7 @@ class ResolvedLimits(Limits):
 
 
 class ResolvedKVCache(KVCache):
-    dtype: Precision
+    dtype: KVDtype
     block_size: int
 
 

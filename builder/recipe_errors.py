@@ -10,11 +10,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 # Known, and refused until they are built.
-UNSUPPORTED_KEYS = {"quantisation", "calibration", "gate"}
+UNSUPPORTED_KEYS = {"calibration", "gate"}
 UNSUPPORTED_VALUES: dict[str, set[object]] = {
     "target.kind": {"tensorrt", "tensorrt-rtx"},
     "precision": {"fp16", "int8", "int4", "fp8"},
-    "kv_cache.dtype": {"fp16", "int8", "int4", "fp8"},
+    "kv_cache.dtype": {"fp16", "int4", "fp8"},
 }
 
 MAX_SHOWN_CHARACTERS = 80

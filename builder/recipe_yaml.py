@@ -10,6 +10,7 @@ import yaml
 from llmbuild.errors import RecipeError
 
 MAX_RECIPE_BYTES = 1 << 20
+_WORD_KEYS = {"target": "kind", "quantisation": "scheme"}  # what a section of one word stands for
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,7 +84,8 @@ def read_recipe(path: Path) -> dict[Any, Any]:
 def apply_overrides(content: dict[Any, Any], overrides: Sequence[str]) -> None:
     """Set each KEY.PATH=VALUE, its value read as YAML; sections that aren't there are made.
 
-    A section of a single word, `target: cpu`, becomes {kind: cpu} when a key below it is set.
+    A section of a single word, `target: cpu`, becomes {kind: cpu} when a key below it is set, and
+    `quantisation: w4a8` {scheme: w4a8}.
     Whether the keys exist is for the recipe's own check.
     """
     for override in overrides:
@@ -96,7 +98,8 @@ def apply_overrides(content: dict[Any, Any], overrides: Sequence[str]) -> None:
         for key in keys[:-1]:
             inner = section.get(key)
             if not isinstance(inner, dict):
-                inner = {"kind": inner} if key == "target" and isinstance(inner, str) else {}
+                word_key = _WORD_KEYS.get(key)
+                inner = {word_key: inner} if word_key and isinstance(inner, str) else {}
                 section[key] = inner
             section = inner
         section[keys[-1]] = value

@@ -75,7 +75,7 @@ def make_report(
 
 def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> list[DecodeStep]:
     """Bytes and operations of a decode step at several context lengths."""
-    matrices = [weight for weight in plan.weights if _is_read(weight.layout)]
+    matrices = _matrices_read(plan)
     weight_bytes = sum(_read_of(weight, packed_bytes(weight), config) for weight in matrices)
     macs = sum(_read_of(weight, math.prod(weight.shape), config) for weight in matrices)
     attention_macs = 2 * config.num_heads * config.head_dim * config.num_layers
@@ -91,9 +91,17 @@ def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> 
     ]
 
 
-def _is_read(layout: Layout) -> bool:
-    """Only an untied embedding and small vectors lie in rows; of the former a step reads a row."""
-    return layout is Layout.TILES_OF_16
+def _matrices_read(plan: StepPlan) -> list[PackedWeight]:
+    """All but those of which a step only gathers rows, an untied embedding; small vectors lie in
+    rows, too."""
+    read = {
+        argument
+        for call in plan.calls
+        if not call.kernel.startswith("gather")
+        for argument in call.arguments
+        if isinstance(argument, PackedWeight)
+    }
+    return [weight for weight in plan.weights if weight in read and weight.layout != Layout.ROWS]
 
 
 def _read_of(weight: PackedWeight, size: int, config: DecoderConfig) -> int:

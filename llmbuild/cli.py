@@ -3,37 +3,42 @@
 import errno
 import signal
 import sys
+from importlib import import_module
 from types import FrameType
 
 import click
 
-from llmbuild.builder.compile_cli import compile_command
-from llmbuild.builder.fetch_cli import fetch_command
-from llmbuild.builder.models.models_cli import models_command
 from llmbuild.errors import InternalError, UserError
-from llmbuild.quant.evaluate_cli import eval_group
-from llmbuild.runtime.generate_cli import generate_command
-from llmbuild.runtime.inspect_cli import inspect as inspect_command
-from llmbuild.runtime.verify_cli import verify_command
 from llmbuild.version import __version__
 
+_HOMES = {  # of each command, which is imported when it's asked for
+    "compile": "llmbuild.builder.compile_cli:compile_command",
+    "eval": "llmbuild.quant.evaluate_cli:eval_group",
+    "fetch": "llmbuild.builder.fetch_cli:fetch_command",
+    "generate": "llmbuild.runtime.generate_cli:generate_command",
+    "inspect": "llmbuild.runtime.inspect_cli:inspect",
+    "models": "llmbuild.builder.models.models_cli:models_command",
+    "verify": "llmbuild.runtime.verify_cli:verify_command",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_HOMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _HOMES:
+            return None
+        module, _, name = _HOMES[cmd_name].partition(":")
+        command = getattr(import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="llmbuild")
 def cli() -> None:
     """Compile a decoder LLM ahead of time, and run the engine."""
-
-
-for _command in (
-    compile_command,
-    inspect_command,
-    verify_command,
-    generate_command,
-    eval_group,
-    fetch_command,
-    models_command,
-):
-    cli.add_command(_command)
 
 
 # Space, quota, file size, descriptors, memory: nothing that llmbuild could have foreseen.

@@ -3,9 +3,9 @@
 import torch
 
 from llmbuild.plugins.gated_activation.op import activation, gated_activation
-from llmbuild.plugins.gather_rows.op import gather_rows
+from llmbuild.plugins.gather_rows.op import gather_quantised_rows, gather_rows
 from llmbuild.plugins.layer_norm.op import layer_norm
-from llmbuild.plugins.linear.op import linear
+from llmbuild.plugins.linear.op import linear, quantised_linear
 from llmbuild.plugins.moe.op import moe_experts, moe_route
 from llmbuild.plugins.paged_attention.op import paged_attention
 from llmbuild.plugins.rms_norm.op import add_rms_norm, rms_norm
@@ -22,7 +22,9 @@ PLUGINS: dict[str, torch._library.custom_ops.CustomOpDef] = {
     op._name: op
     for op in (
         gather_rows,
+        gather_quantised_rows,
         linear,
+        quantised_linear,
         rms_norm,
         add_rms_norm,
         layer_norm,

@@ -1,25 +1,24 @@
 """`LLM`: an engine in this process, for whole completions and for streams."""
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeGuard, overload
-
-import numpy as np
 
 from llmbuild.errors import RequestError, UserError
 from llmbuild.runtime.chat import Message, load_chat_template
 from llmbuild.runtime.kv.manager import KVManager
 from llmbuild.runtime.kv.pool import BlockPool
 from llmbuild.runtime.kv.sizing import choose_num_blocks
+from llmbuild.runtime.lock import FairLock
 from llmbuild.runtime.loop import Loop, Request, StreamChunk
-from llmbuild.runtime.sampling import SamplingParams
+from llmbuild.runtime.params import SamplingParams
 from llmbuild.runtime.scheduler import Scheduler
 from llmbuild.runtime.sequence import FinishReason
-from llmbuild.runtime.threads import choose_num_threads
+from llmbuild.runtime.threads import choose_num_threads, choose_pinning
 from llmbuild.runtime.tokenizer import load_tokenizer
 
 __all__ = ["LLM", "Completion", "SamplingParams", "Stream", "StreamChunk"]
@@ -61,6 +60,7 @@ class LLM:
         kv_memory: int | str | None = None,
         num_blocks: int | None = None,
         num_threads: int | None = None,
+        pin_threads: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
         """Raises EngineError if the engine is refused, UserError for a bad option.
@@ -68,21 +68,24 @@ class LLM:
         kv_memory (bytes, or text such as "512MiB") or num_blocks (the scratch block counted)
         states the KV memory; by default it is enough for max_sequences of full length, within
         256 MiB. num_threads: by default the processors that this process may use.
-        chunk_tokens: most tokens of one sequence in a step; by default the engine's limit.
+        pin_threads: whether each keeps to a processor of its own while it computes; by default
+        if they are as many as the processors. chunk_tokens: most tokens of one sequence in a
+        step; by default the engine's limit.
         """
-        from llmbuild.runtime.engine import open_engine
-        from llmbuild.runtime.executors.cpu import CpuExecutor
+        from llmbuild.runtime.engine import opening_engine
 
         num_threads = choose_num_threads(num_threads)
+        pin_threads = choose_pinning(pin_threads, num_threads)
         if chunk_tokens is not None:
             _check_positive("chunk_tokens", chunk_tokens)
-        engine = open_engine(Path(engine_dir))
-        manifest = engine.manifest
-        self.manifest = manifest
-        self.num_blocks = choose_num_blocks(manifest, kv_memory, num_blocks)
-        self._tokenizer = load_tokenizer(engine.root)
-        self._chat_template = load_chat_template(engine.root, self._tokenizer)
-        self._executor = CpuExecutor(engine, self.num_blocks, num_threads)
+        with opening_engine(Path(engine_dir)) as engine:
+            from llmbuild.runtime.executors.cpu import CpuExecutor
+
+            self.manifest = manifest = engine.manifest
+            self.num_blocks = choose_num_blocks(manifest, kv_memory, num_blocks)
+            self._tokenizer = load_tokenizer(engine.root)
+            self._chat_template = load_chat_template(engine.root, self._tokenizer)
+        self._executor = CpuExecutor(engine, self.num_blocks, num_threads, pin_threads)
         manager = KVManager(BlockPool(self.num_blocks), manifest.kv.block_size)
         self._loop = Loop(
             self._executor,
@@ -92,7 +95,7 @@ class LLM:
             manifest.buckets,
         )
         # Reentrant, because a stream can be collected as garbage while its thread holds it.
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._is_closed = False
 
     @property
@@ -331,7 +334,7 @@ def _is_token_ids(prompts: object) -> TypeGuard[list[int]]:
     return (
         isinstance(prompts, list | tuple)
         and len(prompts) > 0
-        and all(isinstance(item, int | np.integer) for item in prompts)
+        and all(isinstance(item, int | Integral) for item in prompts)
     )
 
 

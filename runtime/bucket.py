@@ -1,11 +1,10 @@
 """Padding of decode steps to the batch sizes that were compiled ahead of time."""
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-import numpy as np
-
-from llmbuild.runtime.batch import Int32Array, StepBatch
+from llmbuild.runtime.batch import StepBatch, as_tables
 from llmbuild.runtime.manifest import SCRATCH_BLOCK
 
 
@@ -18,23 +17,21 @@ def pad_to_bucket(batch: StepBatch, buckets: Sequence[int]) -> StepBatch:
     index = bisect_left(buckets, batch.num_sequences)
     if not batch.is_decode or index == len(buckets):
         return batch
-    padding = buckets[index] - batch.num_sequences
+    size = buckets[index]
+    padding = size - batch.num_sequences
     if padding == 0:
         return batch
-    size = buckets[index]
-    tables = np.full((size, batch.block_tables.shape[1]), SCRATCH_BLOCK, dtype=np.int32)
-    tables[: batch.num_sequences] = batch.block_tables
+    width = batch.blocks_per_sequence
+
+    def extended(name: str, fill: int, count: int = padding) -> "array[int]":
+        return array("i", [*batch.numbers(name), *[fill] * count])
+
+    tables = extended("block_tables", SCRATCH_BLOCK, padding * width)
     return StepBatch(
-        token_ids=_extended(batch.token_ids, 0, padding),
-        positions=_extended(batch.positions, 0, padding),
-        query_start=np.arange(size + 1, dtype=np.int32),
-        kv_lengths=_extended(batch.kv_lengths, 1, padding),
-        block_tables=tables,
-        logit_rows=np.concatenate(
-            [batch.logit_rows, np.arange(batch.num_tokens, size, dtype=np.int32)]
-        ),
+        token_ids=extended("token_ids", 0),
+        positions=extended("positions", 0),
+        query_start=array("i", range(size + 1)),
+        kv_lengths=extended("kv_lengths", 1),
+        block_tables=as_tables(tables.tobytes(), width),
+        logit_rows=array("i", [*batch.numbers("logit_rows"), *range(batch.num_tokens, size)]),
     )
-
-
-def _extended(values: Int32Array, fill: int, count: int) -> Int32Array:
-    return np.concatenate([values, np.full(count, fill, dtype=np.int32)])

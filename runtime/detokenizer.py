@@ -23,22 +23,22 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; empty while a character is incomplete."""
-        if self._tokenizer.is_silent(token_id):
+        piece = self._tokenizer.pieces[token_id]
+        if piece.is_silent:
             return ""
         self._ids.append(token_id)
         # One byte that is wrong changes the text of its whole run of byte tokens, so a run is
         # held back until a token of another kind ends it.
-        if self._tokenizer.is_byte(token_id):
+        if piece.is_byte:
             return ""
         text = self._tokenizer.decode(self._ids)
         if text.endswith(REPLACEMENT):
             return ""
         new = text[self._emitted :]
         self._emitted = len(text)
-        alone = self._tokenizer.decode([token_id])
-        if alone:
+        if piece.text:
             self._ids = [token_id]
-            self._emitted = len(alone)
+            self._emitted = len(piece.text)
         return new
 
     def finish(self) -> str:
@@ -64,6 +64,8 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """The text that can be given out now."""
         assert not self.is_stopped
+        if not self._stop:
+            return text
         text = self._held + text
         matches = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if matches:

@@ -3,8 +3,9 @@
 import hashlib
 import os
 import platform
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
@@ -12,6 +13,7 @@ from stat import S_ISREG
 from llmbuild.errors import EngineError
 from llmbuild.runtime.isa import CPUINFO, LEVELS, missing_flags
 from llmbuild.runtime.manifest import MANIFEST_NAME, Manifest, Target, read_manifest
+from llmbuild.runtime.verified import Marker
 
 TARGET_KIND = "cpu"
 
@@ -31,15 +33,60 @@ def open_engine(root: Path, cpuinfo: Path = CPUINFO) -> Engine:
     In this order: the manifest, the target, the processor, every file. Raises EngineError with
     what was found and what is needed.
     """
+    engine = _fitting_engine(root, cpuinfo)
+    check_files(root, engine.manifest)
+    return engine
+
+
+@contextmanager
+def opening_engine(root: Path, cpuinfo: Path = CPUINFO) -> Iterator[Engine]:
+    """open_engine for a quick load: the contents of the files are verified in the background
+    while the body of the `with` runs, and those of an engine that this user has opened before
+    aren't read again while the system says that they are the same files, unchanged.
+
+    Nothing of the engine may be executed before the body is left. That waits for the verdict,
+    and a file that isn't as published counts for more than an error of the body.
+    """
+    engine = _fitting_engine(root, cpuinfo)
+    verification = _Verification(root, engine.manifest)
+    try:
+        yield engine
+    finally:
+        verification.finish()
+
+
+def _fitting_engine(root: Path, cpuinfo: Path) -> Engine:
+    """The engine of a directory whose files aren't looked at yet."""
     manifest = read_manifest(root)
     check_target(manifest.target)
     if len(manifest.ranks) != 1:
         raise EngineError(
             f"the engine has {len(manifest.ranks)} ranks, and this runtime runs engines of 1 rank"
         )
-    isa_level = choose_level(manifest.target, cpuinfo)
-    check_files(root, manifest)
-    return Engine(root, manifest, isa_level)
+    return Engine(root, manifest, choose_level(manifest.target, cpuinfo))
+
+
+class _Verification:
+    """check_files, with the contents left to threads until `finish`."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        """Raises EngineError for a name or a size."""
+        self._root = root
+        self._manifest = manifest
+        self._digests: _Digests | None = None
+        with _refusing_unreadable():
+            _refuse(root, _wrong_names_or_sizes(root, manifest))
+            self._marker = Marker(root, manifest)
+            if not self._marker.is_set:
+                self._digests = _Digests(root, manifest)
+
+    def finish(self) -> None:
+        """Raises EngineError for an altered file."""
+        if self._digests is None:
+            return
+        with _refusing_unreadable():
+            _refuse(self._root, self._digests.wrong())
+        self._marker.set()
 
 
 def check_target(target: Target) -> None:
@@ -82,15 +129,20 @@ def check_files(root: Path, manifest: Manifest) -> None:
 
     Raises EngineError that names every file that is missing, unlisted or altered.
     """
+    with _refusing_unreadable():
+        _refuse(root, _wrong_names_or_sizes(root, manifest) or _Digests(root, manifest).wrong())
+
+
+@contextmanager
+def _refusing_unreadable() -> Iterator[None]:
     try:
-        wrong = (
-            [f"{name!r} isn't a path inside the engine" for name in _outside(manifest)]
-            or _wrong_names(root, manifest)
-            or _wrong_sizes(root, manifest)
-            or _wrong_digests(root, manifest)
-        )
+        yield
     except OSError as error:
         raise EngineError(f"can't read {error.filename}: {error.strerror}") from error
+
+
+def _refuse(root: Path, wrong: list[str]) -> None:
+    """Raises EngineError unless nothing is wrong."""
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
         raise EngineError(
@@ -101,6 +153,14 @@ def check_files(root: Path, manifest: Manifest) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _wrong_names_or_sizes(root: Path, manifest: Manifest) -> list[str]:
+    return (
+        [f"{name!r} isn't a path inside the engine" for name in _outside(manifest)]
+        or _wrong_names(root, manifest)
+        or _wrong_sizes(root, manifest)
+    )
 
 
 def _outside(manifest: Manifest) -> Iterator[str]:
@@ -143,11 +203,41 @@ def _wrong_sizes(root: Path, manifest: Manifest) -> list[str]:
     ]
 
 
-def _wrong_digests(root: Path, manifest: Manifest) -> list[str]:
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(lambda name: sha256(root / name), manifest.files))
-    return [
-        f"{name}: sha256 {digest}, and the manifest says {file.sha256}"
-        for (name, file), digest in zip(manifest.files.items(), digests, strict=True)
-        if digest != file.sha256
-    ]
+class _Digests:
+    """The sha256 of every file, computed in threads of its own from now on (hashing and reading
+    leave the GIL free)."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._files = manifest.files
+        # The largest first, so that it isn't the one that is waited for.
+        self._left = sorted(self._files, key=lambda name: self._files[name].size_bytes)
+        self._found: dict[str, str | OSError] = {}
+        count = min(os.cpu_count() or 1, len(self._left))
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def wrong(self) -> list[str]:
+        """Waits for all; raises OSError for a file that can't be read."""
+        for thread in self._threads:
+            thread.join()
+        for found in self._found.values():
+            if isinstance(found, OSError):
+                raise found
+        return [
+            f"{name}: sha256 {self._found[name]}, and the manifest says {file.sha256}"
+            for name, file in self._files.items()
+            if self._found[name] != file.sha256
+        ]
+
+    def _work(self) -> None:
+        while True:
+            try:
+                name = self._left.pop()  # atomic: each name goes to one thread
+            except IndexError:
+                return
+            try:
+                self._found[name] = sha256(self._root / name)
+            except OSError as error:
+                self._found[name] = error

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from llmbuild.errors import RequestError
 
@@ -35,6 +34,11 @@ if TYPE_CHECKING:
     default=None,
     help="Threads that compute.  [default: the processors it may use]",
 )
+@click.option(
+    "--pin/--no-pin",
+    default=None,
+    help="Keep each thread on a processor of its own.  [default: if there are as many]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the completion as one JSON object.")
 def generate_command(
     engine_dir: Path,
@@ -49,6 +53,7 @@ def generate_command(
     stop: tuple[str, ...],
     kv_memory: str | None,
     threads: int | None,
+    pin: bool | None,
     as_json: bool,
 ) -> None:
     """Complete PROMPT with the engine DIR.
@@ -72,7 +77,7 @@ def generate_command(
     )
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt})
-    with LLM(engine_dir, kv_memory=kv_memory, num_threads=threads) as llm:
+    with LLM(engine_dir, kv_memory=kv_memory, num_threads=threads, pin_threads=pin) as llm:
         tokens_or_text = llm.chat_token_ids(messages) if chat else prompt
         with llm.stream(tokens_or_text, params) as stream:
             if as_json:
@@ -106,6 +111,8 @@ def _refuse_sampling(given: dict[str, bool]) -> None:
 
 def _print_json(llm: "LLM", stream: "Stream") -> None:
     """The whole completion in one line, and the KV memory that was held for it."""
+    import msgspec
+
     for _ in stream:
         pass
     completion = msgspec.to_builtins(stream.completion)

@@ -33,11 +33,14 @@ class IsaLevel:
     flags: frozenset[str]
 
 
-# Best first within a machine; the x86-64 levels are those of the x86-64 psABI.
+# Best first within a machine. The x86-64 levels are those of the x86-64 psABI, and with -vnni the
+# same and a dot product of bytes.
 LEVELS = {
     level.name: level
     for level in (
+        IsaLevel("x86-64-v4-vnni", "x86_64", _X86_64_V4 | {"avx512_vnni"}),
         IsaLevel("x86-64-v4", "x86_64", _X86_64_V4),
+        IsaLevel("x86-64-v3-vnni", "x86_64", _X86_64_V3 | {"avx_vnni"}),
         IsaLevel("x86-64-v3", "x86_64", _X86_64_V3),
         IsaLevel("x86-64", "x86_64", _X86_64),
         IsaLevel("aarch64", "aarch64", frozenset({"asimd", "fp"})),

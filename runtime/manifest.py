@@ -14,7 +14,8 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
-KV_ITEM_BYTES = {"fp32": 4, "bf16": 2}
+KV_ITEM_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+KV_SCALE_BYTES = 4  # of an int8 token in one head, fp32
 TOKENIZER_FILES = ("tokenizer.json", "generation_config.json")  # every engine has them
 
 _REBUILD = "compile the engine again"
@@ -40,7 +41,9 @@ class KVLayer(Record, frozen=True):
 
 
 class KVLayout(Record, frozen=True):
-    """Every layer's pools are [blocks, num_kv_heads, block_size, head_dim]."""
+    """Every layer's pools are [blocks, num_kv_heads, block_size, head_dim]. An int8 pool also has
+    a scale for each token and head: they follow the codes of a block's head, at the next multiple
+    of four bytes."""
 
     block_size: Count
     num_kv_heads: Count
@@ -50,10 +53,18 @@ class KVLayout(Record, frozen=True):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, K and V together."""
-        items = self.num_kv_heads * self.block_size * self.head_dim
-        return items * sum(
-            KV_ITEM_BYTES[layer.k_dtype] + KV_ITEM_BYTES[layer.v_dtype] for layer in self.layers
+        return sum(
+            self.pool_block_bytes(dtype)
+            for layer in self.layers
+            for dtype in (layer.k_dtype, layer.v_dtype)
         )
+
+    def pool_block_bytes(self, dtype: str) -> int:
+        """Bytes of one block of one layer's K or V."""
+        head_bytes = self.block_size * self.head_dim * KV_ITEM_BYTES[dtype]
+        if dtype == "int8":
+            head_bytes += -head_bytes % KV_SCALE_BYTES + self.block_size * KV_SCALE_BYTES
+        return self.num_kv_heads * head_bytes
 
 
 class Target(Record, frozen=True):

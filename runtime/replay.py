@@ -7,21 +7,19 @@ its own, so that a crash of native code is seen as one.
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cpu import CpuExecutor
 from llmbuild.runtime.manifest import Manifest
 
 STEPS_FILE = "verify.npz"  # inside the engine; without pickles
-
-_FIELDS = tuple(field.name for field in fields(StepBatch))
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def save_steps(steps: VerificationSteps, path: Path) -> None:
         "tolerance": np.array(steps.tolerance),
     }
     for index, (batch, logits) in enumerate(zip(steps.batches, steps.logits, strict=True)):
-        arrays |= {f"{index}.{name}": getattr(batch, name) for name in _FIELDS}
+        arrays |= {f"{index}.{name}": getattr(batch, name) for name in ARRAYS}
         arrays[f"{index}.logits"] = logits
     np.savez(path, allow_pickle=False, **arrays)
 
@@ -52,7 +50,7 @@ def load_steps(path: Path) -> VerificationSteps:
     with np.load(path, allow_pickle=False) as file:
         count = sum(name.endswith(".logits") for name in file.files)
         return VerificationSteps(
-            [StepBatch(**{name: file[f"{i}.{name}"] for name in _FIELDS}) for i in range(count)],
+            [StepBatch(**{name: file[f"{i}.{name}"] for name in ARRAYS}) for i in range(count)],
             [file[f"{i}.logits"] for i in range(count)],
             file["columns"],
             int(file["num_blocks"]),

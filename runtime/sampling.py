@@ -1,102 +1,99 @@
-"""How the next token is chosen from logits, and the parameters of a request."""
+"""How the next token is chosen from logits."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.errors import InternalError, RequestError
+from llmbuild.runtime.params import SamplingParams
+
+BLOCK = 64  # neighbouring tokens that are looked at as one first
+
+Ids = NDArray[np.intp]
+Weights = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """What a request asks for; a plain record, checked when the request is submitted.
-
-    temperature 0 is greedy. top_k 0 and top_p 1.0 are off. seed None draws a fresh one.
-    Output ends before the first of the `stop` strings.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+def make_rng(seed: int | None) -> np.random.Generator:
+    return np.random.default_rng(seed)
 
 
-def check_params(params: SamplingParams) -> None:
-    """Raises RequestError that names the first parameter out of its range."""
-    if not _is_int(params.max_tokens) or params.max_tokens < 1:
-        raise RequestError(f"max_tokens is {params.max_tokens!r}; it must be a whole number >= 1")
-    if not _is_finite(params.temperature) or params.temperature < 0:
-        raise RequestError(
-            f"temperature is {params.temperature!r}; it must be a finite number >= 0 "
-            "(0 picks the likeliest token)"
-        )
-    if not _is_int(params.top_k) or params.top_k < 0:
-        raise RequestError(
-            f"top_k is {params.top_k!r}; it must be a whole number >= 0 (0 keeps all tokens)"
-        )
-    if not _is_finite(params.top_p) or not 0 < params.top_p <= 1:
-        raise RequestError(
-            f"top_p is {params.top_p!r}; it must be a number in (0, 1] (1 keeps all tokens)"
-        )
-    if params.seed is not None and (not _is_int(params.seed) or params.seed < 0):
-        raise RequestError(f"seed is {params.seed!r}; it must be None or a whole number >= 0")
-    if not isinstance(params.stop, list | tuple):
-        raise RequestError(f"stop is {params.stop!r}; give a list or tuple of strings")
-    if not all(isinstance(text, str) and text for text in params.stop):
-        raise RequestError(f"stop is {params.stop!r}; each stop string must be text, not empty")
-    if not isinstance(params.ignore_eos, bool):
-        raise RequestError(f"ignore_eos is {params.ignore_eos!r}; it must be True or False")
-
-
-def sample(logits: NDArray[np.float32], params: SamplingParams, rng: np.random.Generator) -> int:
+def sample(
+    logits: NDArray[np.float32], params: SamplingParams, rng: np.random.Generator | None
+) -> int:
     """The next token id from one row of logits, fp32 [vocab].
 
-    Greedy when temperature is 0; otherwise one draw of `rng` from the distribution left by
-    temperature, then top-k, then top-p. Raises InternalError when logits aren't finite.
+    Greedy when temperature is 0, which needs no rng; otherwise one draw of `rng` from the
+    distribution left by temperature, then top-k, then top-p. Gives ~id (negative) of the largest
+    logit where that isn't finite, as Executor.step_greedy does.
     """
     best = int(np.argmax(logits))
     if not math.isfinite(logits[best]):  # argmax finds a NaN or +inf wherever there is one
-        raise InternalError(f"the logit of token {best} is {logits[best]}: the step went wrong")
+        return ~best
     if params.temperature == 0:
         return best
-    weights = _weights(logits, params)
-    cumulative = np.cumsum(weights)
-    token = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
-    return token if token < len(weights) else best  # a draw can round up to the very end
-
-
-def _weights(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    """Unnormalised probabilities [vocab]; 0 for tokens that top-k and top-p remove."""
-    # The maximum is subtracted before the division, so that no temperature overflows.
-    shifted = logits.astype(np.float64) - float(logits.max())
-    with np.errstate(over="ignore"):
-        weights: NDArray[np.float64] = np.exp(shifted / params.temperature)
-    if 0 < params.top_k < len(weights):
+    assert rng is not None
+    if 0 < params.top_k < len(logits):
         # Tokens that tie with the k-th likeliest all stay.
-        threshold = np.partition(shifted, -params.top_k)[-params.top_k]
-        weights[shifted < threshold] = 0.0
+        ids = _largest(logits, params.top_k)
+        weights = _weights(logits[ids], logits[best], params.temperature)
+    else:
+        ids = None
+        weights = _weights(logits, logits[best], params.temperature)
     if params.top_p < 1:
-        order = np.argsort(-weights, kind="stable")
-        before = np.cumsum(weights[order])
-        before -= weights[order]
-        # A token stays while those before it don't yet reach top_p; the likeliest always does.
-        weights[order[before >= params.top_p * weights.sum()]] = 0.0
-    return weights
+        kept = _nucleus(weights, params.top_p)
+        ids, weights = (kept if ids is None else ids[kept]), weights[kept]
+    place = _draw(weights, rng.random())
+    return place if ids is None else int(ids[place])
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _weights(logits: NDArray[np.float32], best: np.float32, temperature: float) -> Weights:
+    """Unnormalised probabilities, 1 for the likeliest token."""
+    # The maximum is subtracted before the division, so that no temperature overflows.
+    weights = np.subtract(logits, best, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        weights /= temperature
+    return np.exp(weights, out=weights)
 
 
-def _is_finite(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
+def _largest(values: NDArray[np.floating], count: int) -> Ids:
+    """Places, ascending, of the `count` largest values and of all that tie with the least of
+    them. Only the largest blocks' values are sorted out."""
+    tops = np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
+    if count <= len(tops):  # `count` values, the tops of these blocks, are at least this large
+        places = np.flatnonzero(values >= np.partition(tops, -count)[-count])
+    else:
+        places = np.arange(len(values))
+    values = values[places]
+    return places[values >= np.partition(values, -count)[-count]]
+
+
+def _nucleus(weights: Weights, top_p: float) -> Ids:
+    """Places, ascending, of the largest weights: of those before which top_p of the sum isn't
+    reached yet, equal ones in their order. The largest is always among them."""
+    wanted = top_p * weights.sum()
+    count = min(BLOCK, len(weights))
+    while True:
+        places = _largest(weights, count)
+        order = places[np.argsort(-weights[places], kind="stable")]
+        before = np.cumsum(weights[order]) - weights[order]
+        kept = before < wanted
+        kept[0] = True
+        if not kept[-1] or len(places) == len(weights):
+            return np.sort(order[kept])
+        count = min(8 * count, len(weights))
+
+
+def _draw(weights: Weights, uniform: float) -> int:
+    """The place that a number of [0, 1) falls on when the weights stand side by side."""
+    block_ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), BLOCK)))
+    block, rest = _find(block_ends, uniform * block_ends[-1])
+    start = block * BLOCK
+    return start + _find(np.cumsum(weights[start : start + BLOCK]), rest)[0]
+
+
+def _find(ends: Weights, target: float) -> tuple[int, float]:
+    """The range that target lies in, and how far; ranges end at `ends`, and it is none that is
+    empty. What was rounded up to the very end counts as just before it."""
+    target = min(target, math.nextafter(ends[-1], 0.0))
+    index = int(np.searchsorted(ends, target, side="right"))
+    return index, target - (ends[index - 1] if index > 0 else 0.0)

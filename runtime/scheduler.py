@@ -1,37 +1,39 @@
 """The scheduler: which tokens of which sequences the next step computes."""
 
+from array import array
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
 
-import numpy as np
+import msgspec
 
 from llmbuild.errors import RequestError
-from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.batch import StepBatch, as_tables
 from llmbuild.runtime.kv.manager import KVManager
 from llmbuild.runtime.manifest import SCRATCH_BLOCK, Limits
 from llmbuild.runtime.sequence import Sequence, State
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The next `num_tokens` tokens of one sequence."""
+class Part(msgspec.Struct, frozen=True):
+    """The next `num_tokens` tokens of one sequence. reaches_end: after this part no token is
+    pending, so the next one can be sampled."""
 
     sequence: Sequence
     num_tokens: int
-
-    @property
-    def reaches_end(self) -> bool:
-        """After this part no token is pending, so the next one can be sampled."""
-        return self.num_tokens == self.sequence.num_pending_tokens
+    reaches_end: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step that is scheduled: its input, and the sequence of each row of logits."""
+class Step(msgspec.Struct, frozen=True):
+    """A step that is scheduled: its input, and the sequence of each row of logits.
 
-    parts: tuple[Part, ...]
-    sampled: tuple[Sequence, ...]
+    num_steps: how many steps in a row the blocks are there for; more than one in a pure decode of
+    greedy sequences alone, none of which they take past its max_tokens.
+    """
+
+    parts: list[Part]
+    sampled: list[Sequence]
     batch: StepBatch
+    is_greedy: bool
+    num_steps: int
 
 
 class Scheduler:
@@ -80,8 +82,11 @@ class Scheduler:
         assert sequence.state is State.WAITING
         self.waiting.append(sequence)
 
-    def schedule(self) -> Step | None:
-        """The next step, or None when no sequence is left."""
+    def schedule(self, max_steps: int = 1) -> Step | None:
+        """The next step, or None when no sequence is left.
+
+        max_steps: how many to run in a row, where they can.
+        """
         parts = self._continue_running()
         # After a preemption nobody comes in: first in line is the victim, and fewer blocks are
         # free than it gave up.
@@ -90,16 +95,17 @@ class Scheduler:
             left = len(self.running) + len(self.waiting)
             assert left == 0, f"{left} sequences are left but none can move"
             return None
-        return Step(
-            parts=tuple(parts),
-            sampled=tuple(part.sequence for part in parts if part.reaches_end),
-            batch=build_batch(parts, self.manager),
-        )
+        sampled = [part.sequence for part in parts if part.reaches_end]
+        is_greedy = all(sequence.params.temperature == 0 for sequence in sampled)
+        is_decode = len(sampled) == sum(part.num_tokens for part in parts)
+        num_steps = self._grow_ahead(sampled, max_steps) if is_greedy and is_decode else 1
+        return Step(parts, sampled, build_batch(parts, self.manager), is_greedy, num_steps)
 
     def advance(self, step: Step) -> None:
-        """Note that the step has been computed."""
+        """Note that the step has been computed, as often as it says."""
+        more = step.num_steps - 1
         for part in step.parts:
-            part.sequence.num_computed_tokens += part.num_tokens
+            part.sequence.num_computed_tokens += part.num_tokens + more
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence, whatever the reason; its blocks are free afterwards."""
@@ -152,8 +158,27 @@ class Scheduler:
             budget -= parts[-1].num_tokens
 
     def _part(self, sequence: Sequence, budget: int) -> Part:
-        assert sequence.num_pending_tokens > 0
-        return Part(sequence, min(sequence.num_pending_tokens, self.chunk_tokens, budget))
+        pending = sequence.num_pending_tokens
+        assert pending > 0
+        count = min(pending, self.chunk_tokens, budget)
+        return Part(sequence, count, count == pending)
+
+    def _grow_ahead(self, sequences: Items[Sequence], max_steps: int) -> int:
+        """How many steps these decoding sequences can go on: until the first reaches its
+        max_tokens, while there are blocks for all. Takes the blocks."""
+        num_steps = max_steps
+        for sequence in sequences:
+            num_steps = min(num_steps, sequence.params.max_tokens - sequence.num_output_tokens)
+        grow, num_missing = self.manager.grow, self.manager.num_missing
+        while num_steps > 1:
+            # The last token that they give is sampled, not computed.
+            missing = sum(num_missing(s.id, len(s.tokens) + num_steps - 1) for s in sequences)
+            if missing <= self.manager.pool.num_free:
+                for sequence in sequences:
+                    grow(sequence.id, len(sequence.tokens) + num_steps - 1)
+                break
+            num_steps -= 1
+        return num_steps
 
     def _preempt_last(self) -> None:
         victim = self.running.pop()
@@ -166,27 +191,27 @@ class Scheduler:
 
 def build_batch(parts: list[Part], manager: KVManager) -> StepBatch:
     """The step's arrays; block tables are padded with the scratch block to the longest."""
-    lengths = [part.sequence.num_computed_tokens + part.num_tokens for part in parts]
-    token_ids: list[int] = []
-    positions: list[int] = []
-    query_start = [0]
-    logit_rows: list[int] = []
-    width = manager.num_blocks_for(max(lengths))
-    tables = np.full((len(parts), width), SCRATCH_BLOCK, dtype=np.int32)
-    for row, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-        span = range(part.sequence.num_computed_tokens, length)
-        token_ids += part.sequence.tokens[span.start : span.stop]
-        positions += span
+    token_ids, positions, kv_lengths = array("i"), array("i"), array("i")
+    query_start, logit_rows = array("i", [0]), array("i")
+    tables: list[array[int]] = []
+    for part in parts:
+        sequence, start = part.sequence, part.sequence.num_computed_tokens
+        stop = start + part.num_tokens
+        token_ids.extend(sequence.tokens[start:stop])
+        positions.extend(range(start, stop))
+        kv_lengths.append(stop)
         query_start.append(len(token_ids))
         if part.reaches_end:
             logit_rows.append(len(token_ids) - 1)
-        num_blocks = manager.num_blocks_for(length)
-        tables[row, :num_blocks] = manager.table(part.sequence.id)[:num_blocks]
+        tables.append(manager.table(sequence.id))
+    width = max(map(len, tables))
+    padding = array("i", [SCRATCH_BLOCK]) * width
+    rows = b"".join([(table + padding[len(table) :]).tobytes() for table in tables])
     return StepBatch(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        positions=np.array(positions, dtype=np.int32),
-        query_start=np.array(query_start, dtype=np.int32),
-        kv_lengths=np.array(lengths, dtype=np.int32),
-        block_tables=tables,
-        logit_rows=np.array(logit_rows, dtype=np.int32),
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start,
+        kv_lengths=kv_lengths,
+        block_tables=as_tables(rows, width),
+        logit_rows=logit_rows,
     )

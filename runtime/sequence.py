@@ -1,12 +1,14 @@
 """A sequence: its tokens, and how many of them are already computed."""
 
 import enum
-from dataclasses import dataclass
-from typing import Literal, NewType
+from typing import TYPE_CHECKING, Literal, NewType
 
-import numpy as np
+import msgspec
 
-from llmbuild.runtime.sampling import SamplingParams
+from llmbuild.runtime.params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SequenceId = NewType("SequenceId", int)
 
@@ -19,19 +21,19 @@ class State(enum.Enum):
     FINISHED = enum.auto()  # holds no blocks and never will
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(msgspec.Struct, eq=False):
     """Prompt and output tokens of one request, moved forward by steps.
 
     There are no phases: a step computes some of the tokens that aren't computed yet, and when
-    none is left the next one is sampled. `id` is the order of arrival.
+    none is left the next one is sampled. `id` is the order of arrival. rng: the request's own,
+    so that batch mates don't change its draws; None where nothing is drawn.
     """
 
     id: SequenceId
     tokens: list[int]
     num_prompt_tokens: int
     params: SamplingParams
-    rng: np.random.Generator  # the request's own, so that batch mates don't change its draws
+    rng: "np.random.Generator | None" = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     state: State = State.WAITING

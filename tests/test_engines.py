@@ -149,10 +149,12 @@ def test_five_sequences_in_a_bucket_of_eight_change_only_their_own_slots(
 def _changed_slots(
     before: np.ndarray, after: np.ndarray, kv: KVLayout, num_blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """(block, offset) of every slot in which any layer's K or V changed."""
-    shape = (len(kv.layers) * 2, num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim, 4)
-    changed = (before != after).reshape(shape).any(axis=(0, 2, 4, 5))
-    yield from ((int(block), int(offset)) for block, offset in np.argwhere(changed))
+    """(block, offset) of every slot in which any layer's K or V changed; fp32, blocks of 4."""
+    shape = (len(kv.layers), 2, num_blocks, kv.num_kv_heads, kv.block_size * kv.head_dim, 4)
+    k, v = (before != after).reshape(shape).any(axis=(0, 5))
+    keys = k.reshape(*shape[2:4], kv.head_dim, kv.block_size).any(axis=(1, 2))
+    values = v.reshape(*shape[2:4], kv.block_size, kv.head_dim).any(axis=(1, 3))
+    yield from ((int(block), int(offset)) for block, offset in np.argwhere(keys | values))
 
 
 def _transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -161,3 +163,31 @@ def _transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_an_engine_with_int8_kv_gives_the_same_bits_in_any_chunks(
+    hf_model: Callable[..., Any], compile_engine: Callable[..., Path], block_size: int
+) -> None:
+    saved = hf_model("llama", head_dim=16)
+    engine = open_engine(
+        compile_engine(saved, "kv_cache.dtype=int8", f"kv_cache.block_size={block_size}")
+    )
+    kv = engine.manifest.kv
+    token_bytes = kv.num_kv_heads * (kv.head_dim + 4)  # codes, and a scale for each head
+    assert kv.block_bytes == 2 * 2 * block_size * token_bytes  # two layers, K and V
+    tokens = np.random.default_rng(3).integers(0, saved.config["vocab_size"], 24).tolist()
+    with torch.no_grad():
+        expected = saved.model(torch.tensor([tokens])).logits[0].numpy()
+    table = [7, 2, 9, 4, 1, 8]
+    logits = []
+    for ends in ([24], [17, 24], range(1, 25)):
+        starts = [0, *ends[:-1]]
+        with closing(CpuExecutor(engine, num_blocks=10, num_threads=2)) as executor:
+            steps = zip(starts, ends, strict=True)
+            got = [executor.step(prefill(tokens, *step, table)) for step in steps]
+        logits.append(np.concatenate(got))
+    assert (logits[1] == logits[0]).all()
+    assert (logits[2] == logits[0]).all()
+    difference = np.abs(logits[0] - expected).max(axis=1) / np.abs(expected).max(axis=1)
+    assert 1e-4 < difference.max() < 0.05  # it is rounded, and close

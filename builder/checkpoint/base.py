@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
+
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """A stored tensor before it is read. shape: row-major, [out, in] for a matrix; dtype: as
-    stored, in the format's own spelling ("F32", "BF16", "I64", "Q4_1", ...)."""
+    stored, in the format's own spelling ("F32", "BF16", "I64", "Q4_1", ...). grid: of a matrix that
+    is stored quantised on a grid of ours."""
 
     shape: tuple[int, ...]
     dtype: str
+    grid: WeightGrid | None = None
 
 
 class Checkpoint(Protocol):
@@ -39,6 +43,15 @@ class Checkpoint(Protocol):
         The bytes are read at their offset, never mapped, so that resident memory stays bounded
         by the tensors the caller holds. Raises CheckpointError for a dtype that isn't supported.
         """
+        ...
+
+
+@runtime_checkable
+class StoresCodes(Protocol):
+    """A checkpoint some of whose tensors have a grid."""
+
+    def read_codes(self, name: str) -> QuantisedMatrix:
+        """A tensor whose TensorInfo has a grid, as it is stored: nothing is rounded."""
         ...
 
 

@@ -16,11 +16,17 @@ from llmbuild.builder.checkpoint.gguf_config import gguf_config
 from llmbuild.builder.checkpoint.gguf_file import GgufTensor, read_gguf
 from llmbuild.builder.checkpoint.gguf_rope import ROPE_TENSORS
 from llmbuild.errors import CheckpointError
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 
 _PLAIN_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_GRIDS: Mapping[str, WeightGrid] = {
+    "Q4_0": WeightGrid(bits=4, group_size=32, symmetric=True),
+    "Q4_1": WeightGrid(bits=4, group_size=32, symmetric=False),
+    "Q8_0": WeightGrid(bits=8, group_size=32, symmetric=True),
 }
 _ELEMENTS_PER_READ = 1 << 18  # 1 MB as float32; dequantising takes a few times as much
 
@@ -40,7 +46,7 @@ class GgufCheckpoint:
         self._stored = file.tensors
         rope_factors = self._read_rope_factors()
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tensor.shape, tensor.type.name)
+            name: TensorInfo(tensor.shape, tensor.type.name, _grid(tensor))
             for name, tensor in file.tensors.items()
             if name not in ROPE_TENSORS
         }
@@ -56,6 +62,11 @@ class GgufCheckpoint:
             return _read_quantised(self._path, tensor)
         data = read_bytes(self._path, tensor.offset, tensor.num_bytes)
         return data.view(plain).reshape(tensor.shape)
+
+    def read_codes(self, name: str) -> QuantisedMatrix:
+        grid = self.tensors[name].grid
+        assert grid is not None
+        return _read_codes(self._path, self._stored[name], grid)
 
     def _read_rope_factors(self) -> dict[str, list[float]]:
         return {
@@ -77,3 +88,34 @@ def _read_quantised(path: Path, tensor: GgufTensor) -> NDArray[np.float32]:
         packed = read_bytes(path, tensor.offset + start, num_bytes)
         result[first:last] = dequantize(packed, tensor.type)
     return result.reshape(tensor.shape)
+
+
+def _grid(tensor: GgufTensor) -> WeightGrid | None:
+    return _GRIDS.get(tensor.type.name) if len(tensor.shape) == 2 else None
+
+
+def _read_codes(path: Path, tensor: GgufTensor, grid: WeightGrid) -> QuantisedMatrix:
+    """The stored blocks taken apart, a few rows at a time. A block is its float16 scale, its
+    minimum unless the grid is symmetric, and its codes: int8, or 4 bits each with those of the
+    block's second half in the upper ones."""
+    rows, columns = tensor.shape
+    width = grid.columns_of(columns)
+    groups = columns // width
+    codes = np.empty((rows, columns), np.uint8)
+    numbers = np.empty((1 if grid.symmetric else 2, rows, groups), np.float16)
+    row_bytes = tensor.num_bytes // rows
+    step = max(1, _ELEMENTS_PER_READ // columns)
+    for row in range(0, rows, step):
+        part = slice(row, min(row + step, rows))
+        count = part.stop - part.start
+        packed = read_bytes(path, tensor.offset + row * row_bytes, count * row_bytes)
+        blocks = packed.reshape(count, groups, -1)
+        head = 2 * len(numbers)
+        numbers[:, part] = np.moveaxis(blocks[..., :head].copy().view(np.float16), -1, 0)
+        stored = blocks[..., head:]
+        if grid.bits == 4:
+            halves = np.concatenate([stored & 15, stored >> 4], axis=-1)
+        else:
+            halves = stored ^ 0x80  # int8 to codes around 128
+        codes[part] = halves.reshape(count, columns)
+    return QuantisedMatrix(grid, codes, numbers[0], None if grid.symmetric else numbers[1])

@@ -7,16 +7,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.graph.step_graph import CODES, MINIMA, SCALES, StepGraph, Weight
 from llmbuild.errors import CheckpointError
+from llmbuild.quant.grid import QuantisedMatrix, join_rows
 
-ReadTensor = Callable[[str], NDArray[np.generic]]  # canonical name -> values
+# Canonical name -> its values; of a tensor that the quantisation plan puts on a grid, its codes.
+ReadTensor = Callable[[str], NDArray[np.generic] | QuantisedMatrix]
 _CHECKED_ITEMS = 1 << 16
 NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.generic]:
-    """The values of a weight or constant of the graph, C-contiguous, in the weight's dtype.
+    """The values of a weight or constant of the graph, C-contiguous, in the weight's dtype; not of
+    a part of a quantised matrix.
 
     Raises CheckpointError, naming the tensor, for one that holds NaN or an infinity.
     """
@@ -36,8 +39,33 @@ def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.gene
     return values
 
 
+def materialise_matrix(weight: Weight, read: ReadTensor) -> QuantisedMatrix:
+    """The quantised matrix that a weight is a part of. Raises as materialise does."""
+    matrices = []
+    for source in weight.sources:
+        matrix = read(source)
+        assert isinstance(matrix, QuantisedMatrix)
+        assert matrix.grid == weight.grid
+        for numbers in parts_of(matrix).values():
+            _check_finite(source, numbers)
+        matrices.append(matrix)
+    return join_rows(matrices)
+
+
+def parts_of(matrix: QuantisedMatrix) -> dict[str, NDArray[np.generic]]:
+    """The arrays of a matrix, by the part of it that a weight of the graph is."""
+    parts: dict[str, NDArray[np.generic]] = {CODES: matrix.codes, SCALES: matrix.scales}
+    return parts if matrix.minima is None else {**parts, MINIMA: matrix.minima}
+
+
 def _finite(read: ReadTensor, name: str) -> NDArray[np.generic]:
     values = read(name)
+    assert isinstance(values, np.ndarray)
+    _check_finite(name, values)
+    return values
+
+
+def _check_finite(name: str, values: NDArray[np.generic]) -> None:
     rows = max(1, _CHECKED_ITEMS * len(values) // values.size)  # at a time, to hold little beside
     parts = (values[begin : begin + rows] for begin in range(0, len(values), rows))
     wrong = sum(part.size - np.count_nonzero(np.isfinite(part)) for part in parts)
@@ -46,7 +74,6 @@ def _finite(read: ReadTensor, name: str) -> NDArray[np.generic]:
             f"{name} holds {wrong} values of {values.size} that are NaN or infinite; the "
             "checkpoint is damaged, or was saved from a training run that diverged"
         )
-    return values
 
 
 def as_torch(values: NDArray[np.generic]) -> torch.Tensor:

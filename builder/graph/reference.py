@@ -14,7 +14,13 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from llmbuild.builder.graph.materialise import ReadTensor, as_torch, materialise
+from llmbuild.builder.graph.materialise import (
+    ReadTensor,
+    as_torch,
+    materialise,
+    materialise_matrix,
+    parts_of,
+)
 from llmbuild.builder.graph.step_graph import INPUTS, StepGraph
 from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools
 from llmbuild.plugins.registry import DOMAIN, PLUGINS
@@ -67,7 +73,7 @@ def run_steps(
         for node in step.graph:
             for value in node.inputs:
                 if value in initializers and value not in values:
-                    values[value] = as_torch(materialise(step, str(value.name), read))
+                    values |= _weight(step, value, read)
             values.update(zip(node.outputs, _outputs(node, values), strict=True))
             for value in node.inputs:
                 if value is not None:
@@ -103,6 +109,17 @@ def _as_one(batches: Sequence[StepBatch]) -> StepBatch:
 def _inputs(step: StepGraph, batch: StepBatch) -> Values:
     arrays = {name: torch.from_numpy(getattr(batch, name)) for name in INPUTS}
     return {value: arrays[str(value.name)] for value in step.graph.inputs}
+
+
+def _weight(step: StepGraph, value: ir.Value, read: ReadTensor) -> Values:
+    """An initialiser's values; with a part of a quantised matrix come the others."""
+    name = str(value.name)
+    weight = step.weights.get(name)
+    if weight is None or weight.grid is None:
+        return {value: as_torch(materialise(step, name, read))}
+    parts = parts_of(materialise_matrix(weight, read))
+    stem = name.removesuffix(weight.part)
+    return {step.graph.initializers[stem + part]: as_torch(a) for part, a in parts.items()}
 
 
 def _outputs(node: ir.Node, values: Values) -> Sequence[torch.Tensor]:

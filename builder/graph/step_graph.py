@@ -12,6 +12,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmbuild.quant.grid import WeightGrid
+
 SHAPES = {  # every input is int32; T tokens, S sequences, B blocks of the longest, R wanted rows
     "token_ids": ("T",),
     "positions": ("T",),
@@ -24,13 +26,22 @@ INPUTS = tuple(SHAPES)
 OUTPUT = "logits"
 
 
+CODES, SCALES, MINIMA = "codes", "scales", "minima"  # the parts of a quantised matrix
+
+
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the graph: canonical tensors, concatenated along their first axis."""
+    """A weight of the graph: canonical tensors, concatenated along their first axis.
+
+    grid: of a matrix that is quantised; the graph has its codes, scales and, unless the grid is
+    symmetric, minima as a weight each, named MATRIX.codes and so on, of which this is `part`.
+    """
 
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str  # "fp32" | "bf16"
+    dtype: str  # "fp32" | "bf16", of codes "uint8", of scales and minima "fp16"
+    grid: WeightGrid | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         sinks = config.attention_sinks
         self.sinks = nn.Parameter(torch.empty(config.num_heads), False) if sinks else None
 
-    def forward(self, x: torch.Tensor, step: Ragged) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Ragged, rows: torch.Tensor | None) -> torch.Tensor:
         config, rope = self.config, self.config.layer_ropes[self.index]
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if config.qk_norm:
@@ -93,7 +93,12 @@ class Attention(nn.Module):
             window=config.windows[self.index],
             soft_cap=config.attention_soft_cap,
         )
-        return self.o_proj(heads)
+        return self.o_proj(_chosen(heads, rows))
+
+
+def _chosen(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The rows named, or all."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 class Mlp(nn.Module):
@@ -162,12 +167,18 @@ class Layer(nn.Module):
             self.attn_post_norm = Norm(config.hidden_size, config.norm)
             self.mlp_post_norm = Norm(config.hidden_size, config.norm)
 
-    def forward(self, x: torch.Tensor, step: Ragged) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, step: Ragged, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """rows: int32, the only ones wanted of the result; every row's K and V are written all the
+        same. By default all."""
         if self.config.parallel_residual:
             normed = self.attn_norm(x)
-            for_mlp = normed if self.config.shared_norm else self.mlp_norm(x)
-            return x + self.attention(normed, step) + self.mlp(for_mlp)
-        attended = self.attention(self.attn_norm(x) if self.config.pre_norm else x, step)
+            attended, x = self.attention(normed, step, rows), _chosen(x, rows)
+            for_mlp = _chosen(normed, rows) if self.config.shared_norm else self.mlp_norm(x)
+            return x + attended + self.mlp(for_mlp)
+        attended = self.attention(self.attn_norm(x) if self.config.pre_norm else x, step, rows)
+        x = _chosen(x, rows)
         x = x + self._scaled(self.attn_post_norm(attended) if self.config.post_norm else attended)
         changed = self.mlp(self.mlp_norm(x) if self.config.pre_norm else x)
         return x + self._scaled(self.mlp_post_norm(changed) if self.config.post_norm else changed)
@@ -213,10 +224,11 @@ class Decoder(nn.Module):
             x = x + self.position_embed.weight.index_select(0, positions).float()
         if self.config.embed_scale != 1:
             x = x * self.config.embed_scale
-        for layer in self.layers:
-            x = layer(x, step)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step, logit_rows if index == last else None)
         head = self.embed if self.config.tie_embeddings else self.lm_head
-        logits = head(self.final_norm(x).index_select(0, logit_rows))
+        logits = head(self.final_norm(x))
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         if self.config.logit_soft_cap:

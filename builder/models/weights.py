@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from llmbuild.builder.checkpoint.base import StoresCodes
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD, Shape, expected_tensors
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families.family import (
@@ -20,6 +22,7 @@ from llmbuild.builder.models.families.family import (
     Tensor,
 )
 from llmbuild.errors import CheckpointError
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 
 if TYPE_CHECKING:
     from llmbuild.builder.checkpoint import Checkpoint
@@ -66,11 +69,55 @@ class ModelWeights:
     def read(self, name: str) -> Tensor:
         """One tensor, row-major, in the type that the checkpoint reads it in."""
         tensor = self._assemble(name)
-        if self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if self._is_interleaved(name):
             tensor = _halves_from_pairs(tensor, self._config)
         if self._plus_one and name.endswith("norm.weight"):
             tensor = tensor.astype(np.float32) + 1
         return tensor
+
+    def stored_grid(self, name: str) -> WeightGrid | None:
+        """The grid that the checkpoint has a matrix on; None if it is stored otherwise, or isn't
+        made of whole stored rows."""
+        source, layer = self._source(name)
+        if not isinstance(source, str | Part) or len(self.names[name]) != 2:
+            return None
+        template = source if isinstance(source, str) else source.template
+        grid = self._checkpoint.tensors[template.format(l=layer)].grid
+        return grid if grid is not None and self._stored_rows(name) is not None else None
+
+    def read_codes(self, name: str) -> QuantisedMatrix:
+        """A matrix that has a stored grid, as it is stored."""
+        source, layer = self._source(name)
+        assert isinstance(source, str | Part)
+        assert isinstance(self._checkpoint, StoresCodes)
+        template = source if isinstance(source, str) else source.template
+        matrix = self._checkpoint.read_codes(template.format(l=layer))
+        rows = self._stored_rows(name)
+        assert rows is not None
+        return matrix.take_rows(rows)
+
+    def _stored_rows(self, name: str) -> NDArray[np.intp] | None:
+        """Which rows of the stored matrix a canonical one is, in order: those that its reading
+        takes from a matrix of row numbers. None if it isn't made of whole rows, which a matrix of
+        column numbers shows."""
+        source, _ = self._source(name)
+        stored = source.shape(self._config) if isinstance(source, Part) else self.names[name]
+        row_numbers, column_numbers = np.arange(stored[0])[:, None], np.arange(stored[1])
+
+        def taken(numbers: Tensor) -> Tensor:
+            numbers = np.broadcast_to(numbers, stored)
+            if isinstance(source, Part):
+                numbers = source.take(numbers, self._config)
+            if self._is_interleaved(name):
+                numbers = _halves_from_pairs(numbers, self._config)
+            return numbers
+
+        rows = taken(row_numbers)
+        whole = rows.shape[1] == stored[1] and (rows == rows[:, :1]).all()
+        return rows[:, 0] if whole and (taken(column_numbers) == column_numbers).all() else None
+
+    def _is_interleaved(self, name: str) -> bool:
+        return self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj")
 
     def _source(self, name: str) -> tuple[Source, str]:
         """Where a canonical tensor is in the checkpoint, and the layer's number as text."""

@@ -14,6 +14,11 @@ struct bf16 {
   uint16_t bits;
 };
 
+// IEEE binary16.
+struct fp16 {
+  uint16_t bits;
+};
+
 LLMBUILD_INLINE float to_float(float value) { return value; }
 
 LLMBUILD_INLINE float to_float(bf16 value) {
@@ -69,9 +74,36 @@ LLMBUILD_INLINE V widen(const bf16* from) {
   return load<V>(lanes);
 }
 
-// Unaligned load of as many bf16 as V has lanes.
-template <class V = f32x16>
-LLMBUILD_INLINE V load(const bf16* from) {
+// One hardware vector of fp16 as fp32.
+template <class V>
+LLMBUILD_INLINE V widen(const fp16* from) {
+#if defined(__AVX512F__)
+  return (V)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+  // Exponent and fraction go to the place of fp32's, whose exponents count from 112 lower: a
+  // product corrects that, for subnormals too. Infinities and NaN (quiet) are put together.
+  typedef uint16_t Narrow __attribute__((vector_size(2 * kNativeLanes)));
+  Narrow narrow;
+  std::memcpy(&narrow, from, sizeof(narrow));
+  const NativeI32 bits = __builtin_convertvector(narrow, NativeI32);
+  const NativeI32 magnitude = (bits & 0x7fff) << 13, largest = NativeI32{} + (0x7c00 << 13);
+  const NativeI32 special =
+      ((magnitude >= largest) & 0x7f800000) | ((magnitude > largest) & 0x400000);
+  const NativeI32 number = (NativeI32)((V)magnitude * splat<V>(0x1p112f));
+  return (V)(number | special | (bits & 0x8000) << 16);
+#endif
+}
+
+LLMBUILD_INLINE float to_float(fp16 value) {
+  const fp16 lanes[kNativeLanes] = {value};
+  return widen<NativeF32>(lanes)[0];
+}
+
+// Unaligned load of as many T, bf16 or fp16, as V has lanes.
+template <class V = f32x16, class T, class = decltype(T::bits)>
+LLMBUILD_INLINE V load(const T* from) {
   if constexpr (IsPair<V>::value) {
     using Half = decltype(V::lo);
     return {load<Half>(from), load<Half>(from + sizeof(Half) / sizeof(float))};

@@ -24,10 +24,15 @@ struct Step {
   }
 };
 
-// Row of a pool [blocks, HKV, BS, D] that holds (position, head), counted in rows of D.
-template <int HKV, int BS>
-inline int64_t pool_row(const int32_t* block_table, int position, int head) {
-  return (int64_t(block_table[position / BS]) * HKV + head) * BS + position % BS;
+// A step whose arrays lie one after the other, in the order of its fields.
+inline Step step_of(const int32_t* arrays, int tokens, int sequences, int logit_rows, int blocks) {
+  const int32_t* const positions = arrays + tokens;
+  const int32_t* const query_start = positions + tokens;
+  const int32_t* const kv_lengths = query_start + sequences + 1;
+  const int32_t* const block_tables = kv_lengths + sequences;
+  const int32_t* const rows = block_tables + int64_t(sequences) * blocks;
+  return {tokens,    sequences,   logit_rows, blocks,       arrays,
+          positions, query_start, kv_lengths, block_tables, rows};
 }
 
 }  // namespace llmbuild

@@ -79,15 +79,14 @@ inline Range split(int n, const Worker& worker) {
 }
 
 // `threads` workers, of which the thread that calls run() is worker 0. With `pin`, worker i stays
-// on the i-th processor of the constructing thread's affinity mask (modulo its size); that thread
-// itself is worker 0 and gets its mask back from the destructor, which it must call too.
+// on the i-th processor of the constructing thread's affinity mask (modulo its size): the calling
+// thread, which may be another each time, for the length of the call.
 class Team {
  public:
   using Function = void (*)(const Worker&, void*);
 
   explicit Team(int threads, bool pin = false) : count_(threads), pin_(pin), barrier_(threads) {
     pthread_getaffinity_np(pthread_self(), sizeof(affinity_), &affinity_);
-    if (pin_) pin_to_processor(0);
     try {
       for (int id = 1; id < count_; ++id) threads_.emplace_back([this, id] { serve(id); });
     } catch (...) {  // the system gave fewer: those that run must end before the error goes on
@@ -105,18 +104,24 @@ class Team {
   // a time.
   void run(Function function, void* argument) {
     publish(function, argument);
+    cpu_set_t callers;
+    if (pin_) {
+      pthread_getaffinity_np(pthread_self(), sizeof(callers), &callers);
+      pin_to_processor(0);
+    }
     const Worker worker{0, count_, &barrier_};
     function(worker, argument);
     worker.barrier();
+    if (pin_) pthread_setaffinity_np(pthread_self(), sizeof(callers), &callers);
   }
 
  private:
-  static constexpr std::chrono::microseconds kSpinTime{50};
+  // Longer than a caller takes between two steps, and too short to matter where none follows.
+  static constexpr std::chrono::microseconds kSpinTime{300};
 
   void stop() {
     publish(nullptr, nullptr);
     for (std::thread& thread : threads_) thread.join();
-    if (pin_) pthread_setaffinity_np(pthread_self(), sizeof(affinity_), &affinity_);
   }
 
   void publish(Function function, void* argument) {

@@ -1,8 +1,10 @@
-// y = act(gate) * up, the elementwise middle of a gated MLP.
+// y = act(gate) * up, the elementwise middle of a gated MLP; as fp32 or, for a quantised linear, as
+// int8 rows.
 #pragma once
 
 #include "../common/activation.h"
 #include "../common/dtype.h"
+#include "../common/int8_rows.h"
 #include "../common/team.h"
 
 namespace llmbuild {
@@ -18,6 +20,22 @@ void gated_activation(const Worker& worker, const float* gate, const float* up, 
     const int i = unit % kChunks<N>;
     const f32x16 activated = ACT::apply(load_chunk<N>(gate + row * LDG, i));
     store_chunk<N>(y + row * LDY, i, activated * load_chunk<N>(up + row * LDU, i));
+  }
+}
+
+// The same with y as int8 rows, A columns to a scale.
+template <int N, int LDG, int LDU, int A, class ACT>
+void gated_activation_int8(const Worker& worker, const float* gate, const float* up, uint8_t* y,
+                           int rows) {
+  constexpr int GROUPS = N / A;
+  const Range units = split(rows * GROUPS, worker);
+  for (int unit = units.begin; unit < units.end; ++unit) {
+    const int64_t row = unit / GROUPS;
+    const int group = unit % GROUPS;
+    const float *g = gate + row * LDG + group * A, *u = up + row * LDU + group * A;
+    alignas(64) float activated[A];
+    for (int i = 0; i < A; i += kLanes) store(activated + i, ACT::apply(load(g + i)) * load(u + i));
+    quantise_group<N, A>(activated, group, y + row * Int8Row<N, A>::BYTES);
   }
 }
 

@@ -3,6 +3,8 @@ rows that need logits."""
 
 import torch
 
+from llmbuild.plugins.common.quantised import dequantise
+
 
 @torch.library.custom_op("llmbuild::gather_rows", mutates_args=())
 def gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -13,3 +15,31 @@ def gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 @gather_rows.register_fake
 def _(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return table.new_empty((index.shape[0], table.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op("llmbuild::gather_quantised_rows", mutates_args=())
+def gather_quantised_rows(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minima: torch.Tensor | None,
+    index: torch.Tensor,
+    zero: int,
+) -> torch.Tensor:
+    """The same of a table on a grid: scale (code - zero), plus the group's minimum if it has one.
+
+    codes: uint8 [rows, N]. scales, minima: fp16 [rows, groups]. index: int32 [R]. fp32 [R, N].
+    """
+    if minima is not None:
+        minima = minima.index_select(0, index)
+    return dequantise(codes.index_select(0, index), scales.index_select(0, index), minima, zero)
+
+
+@gather_quantised_rows.register_fake
+def _(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minima: torch.Tensor | None,
+    index: torch.Tensor,
+    zero: int,
+) -> torch.Tensor:
+    return scales.new_empty((index.shape[0], codes.shape[1]), dtype=torch.float32)

@@ -1,6 +1,8 @@
-"""linear: y = x W^T + b, weights in their stored type, accumulation in fp32."""
+"""linear: y = x W^T + b, weights in their stored type or on a grid, accumulation in fp32."""
 
 import torch
+
+from llmbuild.plugins.common.quantised import dequantise, round_to_int8
 
 
 @torch.library.custom_op("llmbuild::linear", mutates_args=())
@@ -12,3 +14,37 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 @linear.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@torch.library.custom_op("llmbuild::quantised_linear", mutates_args=())
+def quantised_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minima: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    zero: int,
+    activation_group: int,
+) -> torch.Tensor:
+    """linear with weights on a grid: scale (code - zero), plus the group's minimum if it has one.
+
+    x: fp32 [T, K]. codes: uint8 [N, K]. scales, minima: fp16 [N, groups]. bias: fp32 [N] or None.
+    activation_group: columns of x that are rounded to int8 with one scale before they meet the
+    weights; 0 leaves x as it is. Returns fp32 [T, N].
+    """
+    if activation_group:
+        x = round_to_int8(x, activation_group)
+    return torch.nn.functional.linear(x, dequantise(codes, scales, minima, zero), bias)
+
+
+@quantised_linear.register_fake
+def _(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    minima: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    zero: int,
+    activation_group: int,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], codes.shape[0]))

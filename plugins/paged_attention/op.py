@@ -37,8 +37,8 @@ def paged_attention(
         rows = slice(int(query_start[sequence]), int(query_start[sequence + 1]))
         blocks = block_tables[sequence, : -(-length // block_size)].long()
         keys, values = (
-            pool[blocks].float().transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
-            for pool in (pools.k, pools.v)
+            _elements(pool, scales, blocks).transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
+            for pool, scales in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
         )  # [Hkv, length, D]
         queries = q[rows].unflatten(-1, (num_kv_heads, -1, head_dim)).permute(1, 2, 0, 3)
         scores = scale * queries @ keys[:, None].transpose(-1, -2)  # [Hkv, G, tokens, length]
@@ -53,6 +53,14 @@ def paged_attention(
         weights = scores.softmax(-1)[..., :length]
         out[rows] = (weights @ values[:, None]).permute(2, 0, 1, 3).flatten(1)
     return out
+
+
+def _elements(
+    pool: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor
+) -> torch.Tensor:
+    """The pool's blocks as fp32 [blocks, Hkv, block_size, D]."""
+    elements = pool[blocks].float()
+    return elements if scales is None else elements * scales[blocks][..., None]
 
 
 @paged_attention.register_fake

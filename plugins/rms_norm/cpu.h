@@ -1,9 +1,11 @@
-// RMSNorm over whole rows or groups of them, alone or after a residual addition.
+// RMSNorm over whole rows or groups of them, alone or after a residual addition; its result as fp32
+// or, for quantised linears, as int8 rows.
 #pragma once
 
 #include <cmath>
 
 #include "../common/dtype.h"
+#include "../common/int8_rows.h"
 #include "../common/team.h"
 
 namespace llmbuild {
@@ -37,6 +39,25 @@ void rms_norm(const Worker& worker, const float* x, const float* weight, float e
   }
 }
 
+// The RMSNorm of whole rows as int8 rows, A columns to a scale.
+template <int N, int A, int LDX>
+void rms_norm_int8(const Worker& worker, const float* x, const float* weight, float eps,
+                   uint8_t* y, int rows) {
+  const Range range = split(rows, worker);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    alignas(64) float normed[N];
+    rms_norm_row<N>(x + row * LDX, weight, eps, normed);
+    quantise_row<N, A>(normed, y + row * Int8Row<N, A>::BYTES);
+  }
+}
+
+template <int N>
+inline void add_row(const float* a, const float* b, float* sum) {
+  for (int i = 0; i < kChunks<N>; ++i) {
+    store_chunk<N>(sum, i, load_chunk<N>(a, i) + load_chunk<N>(b, i));
+  }
+}
+
 // sum = x + residual, y = RMSNorm(sum) * weight. x, residual, sum, y: [rows, N] with row strides
 // LDX, LDR, LDS, LDY. sum may be residual.
 template <int N, int LDX, int LDR, int LDS, int LDY>
@@ -44,12 +65,23 @@ void add_rms_norm(const Worker& worker, const float* x, const float* residual,
                   const float* weight, float eps, float* sum, float* y, int rows) {
   const Range range = split(rows, worker);
   for (int64_t row = range.begin; row < range.end; ++row) {
-    const float *a = x + row * LDX, *b = residual + row * LDR;
     float* total = sum + row * LDS;
-    for (int i = 0; i < kChunks<N>; ++i) {
-      store_chunk<N>(total, i, load_chunk<N>(a, i) + load_chunk<N>(b, i));
-    }
+    add_row<N>(x + row * LDX, residual + row * LDR, total);
     rms_norm_row<N>(total, weight, eps, y + row * LDY);
+  }
+}
+
+// The same with y as int8 rows, A columns to a scale.
+template <int N, int LDX, int LDR, int LDS, int A>
+void add_rms_norm_int8(const Worker& worker, const float* x, const float* residual,
+                       const float* weight, float eps, float* sum, uint8_t* y, int rows) {
+  const Range range = split(rows, worker);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    alignas(64) float normed[N];
+    float* total = sum + row * LDS;
+    add_row<N>(x + row * LDX, residual + row * LDR, total);
+    rms_norm_row<N>(total, weight, eps, normed);
+    quantise_row<N, A>(normed, y + row * Int8Row<N, A>::BYTES);
   }
 }
 

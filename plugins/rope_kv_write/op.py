@@ -6,7 +6,7 @@ with element i + R/2 of the R that turn.
 
 import torch
 
-from llmbuild.plugins.common.kv_pools import layer_pools
+from llmbuild.plugins.common.kv_pools import layer_pools, quantise_rows
 from llmbuild.plugins.rms_norm.op import rms_norm
 
 
@@ -38,7 +38,8 @@ def kv_write(
     block_tables: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Write each token's K and V, fp32 [T, Hkv * D], to its slot of the layer's pools.
+    """Write each token's K and V, fp32 [T, Hkv * D], to its slot of the layer's pools: converted
+    to the pool's dtype, or into int8 with a scale for each token and head.
 
     positions [T], query_start [S+1], block_tables [S, B]: the step graph's inputs. Returns an
     int32 [1] that stands for the pools' new state: attention takes it, so it runs afterwards.
@@ -48,8 +49,11 @@ def kv_write(
     sequence = torch.repeat_interleave(query_start.diff().long())
     block = block_tables[sequence, positions.long() // block_size].long()
     offset = positions.long() % block_size
-    for pool, values in ((pools.k, k), (pools.v, v)):
-        pool[block, :, offset] = values.unflatten(-1, (num_kv_heads, head_dim)).to(pool.dtype)
+    for pool, scales, values in ((pools.k, pools.k_scale, k), (pools.v, pools.v_scale, v)):
+        heads = values.unflatten(-1, (num_kv_heads, head_dim))
+        if scales is not None:
+            heads, scales[block, :, offset] = quantise_rows(heads)
+        pool[block, :, offset] = heads.to(pool.dtype)
     return torch.zeros(1, dtype=torch.int32)
 
 

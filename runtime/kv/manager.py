@@ -1,5 +1,7 @@
 """The KV manager: the block table of every sequence that holds KV memory."""
 
+from array import array
+
 from llmbuild.runtime.kv.pool import BlockId, BlockPool
 from llmbuild.runtime.sequence import SequenceId
 
@@ -14,33 +16,36 @@ class KVManager:
         assert block_size >= 1
         self.pool = pool
         self.block_size = block_size
-        self._tables: dict[SequenceId, list[BlockId]] = {}
+        self._tables: dict[SequenceId, array[int]] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions of one sequence."""
         return -(-num_tokens // self.block_size)
+
+    def num_missing(self, sequence_id: SequenceId, num_tokens: int) -> int:
+        """Blocks that the sequence's table lacks to hold `num_tokens` positions."""
+        return max(0, self.num_blocks_for(num_tokens) - len(self._tables.get(sequence_id, ())))
 
     def grow(self, sequence_id: SequenceId, num_tokens: int) -> bool:
         """Make the sequence's table hold `num_tokens` positions; False if blocks are lacking.
 
         A refusal changes nothing. A table never shrinks.
         """
-        table = self._tables.get(sequence_id, [])
-        missing = max(0, self.num_blocks_for(num_tokens) - len(table))
+        missing = self.num_missing(sequence_id, num_tokens)
         if missing > self.pool.num_free:
             return False
-        self._tables[sequence_id] = table
-        table.extend(self.pool.allocate(missing))
+        if missing > 0:
+            self._tables.setdefault(sequence_id, array("i")).extend(self.pool.allocate(missing))
         return True
 
-    def table(self, sequence_id: SequenceId) -> list[BlockId]:
-        """The physical block of each logical block."""
+    def table(self, sequence_id: SequenceId) -> "array[int]":
+        """The physical block of each logical block, as int32."""
         return self._tables[sequence_id]
 
     def free(self, sequence_id: SequenceId) -> None:
         """Give back all blocks of a sequence that has a table."""
         assert sequence_id in self._tables, f"sequence {sequence_id} holds no blocks"
-        self.pool.free(self._tables.pop(sequence_id))
+        self.pool.free(BlockId(block) for block in self._tables.pop(sequence_id))
 
     @property
     def holders(self) -> frozenset[SequenceId]:

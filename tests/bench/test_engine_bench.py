@@ -112,3 +112,19 @@ def test_table_aligns_numbers_right_and_words_left() -> None:
 def test_output_in_a_missing_folder_is_refused_before_measuring(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="doesn't exist"):
         report.check_output(tmp_path / "missing" / "out.json")
+
+
+def test_later_step_of_a_decode_has_longer_sequences() -> None:
+    batch = StepBatch(
+        token_ids=int32(1, 2),
+        positions=int32(4, 8),
+        query_start=int32(0, 1, 2),
+        kv_lengths=int32(5, 9),
+        block_tables=int32(1, 2, 0, 3, 4, 5).reshape(2, 3),
+        logit_rows=int32(0, 1),
+    )
+    later = serving.later(batch, 3)
+    assert later.positions.tolist() == [7, 11]
+    assert later.kv_lengths.tolist() == [8, 12]
+    assert later.block_tables.tolist() == batch.block_tables.tolist()
+    assert serving.later(batch, 0).data == batch.data

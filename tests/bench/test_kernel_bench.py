@@ -14,7 +14,7 @@ from bench.kernels import KernelReport
 from bench.roofline import Work
 from llmbuild.errors import UserError
 
-TINY = Shape("tiny", hidden=24, inner=40, heads=4, kv_heads=2, head_dim=8, vocab=50, block_size=4)
+TINY = Shape("tiny", hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, vocab=50, block_size=4)
 KERNEL = re.compile(r"^void (\w+)\(const Worker& worker", re.MULTILINE)
 
 
@@ -29,9 +29,11 @@ def case(kernel: str, what: str, rows: int) -> Case:
 
 
 def test_every_kernel_of_the_plugins_is_timed(checkout: Path, result: KernelReport) -> None:
-    headers = list((checkout / "plugins").glob("*/cpu.h"))
+    plugins = checkout / "plugins"
+    headers = [path for path in plugins.glob("*/*.h") if path.parent.name != "common"]
     defined = {header: set(KERNEL.findall(header.read_text())) for header in headers}
-    assert all(defined.values()), "a plugin whose kernels aren't recognised"
+    recognised = [kernels for header, kernels in defined.items() if header.name == "cpu.h"]
+    assert all(recognised), "a plugin whose kernels aren't recognised"
     assert {timing.kernel for timing in result.timings} == set().union(*defined.values())
 
 
@@ -72,22 +74,31 @@ def test_keys_are_those_that_a_causal_mask_leaves(batch: Batch) -> None:
 
 
 def test_linear_work_is_its_padded_weights_rows_and_products() -> None:
-    # 64 outputs of 24 inputs: 4 whole tiles; 8 rows in, 8 rows out.
-    expected = Work(64 * 24 * 2, (8 * 24 + 8 * 64) * 4, 2 * 8 * 64 * 24)
-    assert case("linear", "qkv 64x24 bf16", 8).work == expected
+    # 128 outputs of 64 inputs: 8 whole tiles; 8 rows in, 8 rows out.
+    expected = Work(128 * 64 * 2, (8 * 64 + 8 * 128) * 4, 2 * 8 * 128 * 64)
+    assert case("linear", "qkv 128x64 bf16", 8).work == expected
     # 50 outputs take the weights of 64.
-    assert case("linear", "lm_head 50x24 float", 1).work.cold_bytes == 64 * 24 * 4
+    assert case("linear", "lm_head 50x64 float", 1).work.cold_bytes == 64 * 64 * 4
+
+
+def test_int8_linear_work_is_packed_weights_and_rows_with_their_scales_and_sums() -> None:
+    # 128 outputs of 2 groups of 32: 16 code bytes, a scale and a minimum of 2 bytes each. 8 rows of
+    # 64 codes, 1 scale, 2 groups of 2 sums; 8 rows of 128 outputs.
+    packed, rows = 128 * 2 * (16 + 2 + 2), 8 * (64 + 4 + 2 * 2 * 4 + 128 * 4)
+    expected = Work(packed, rows, 0, 2 * 8 * 128 * 64)
+    what = "qkv 128x64 int4, groups of 32, with minimum"
+    assert case("int8_linear", what, 8).work == expected
 
 
 def test_decode_attention_reads_each_key_and_value_once() -> None:
-    # 128 positions of 2 KV heads of 8, K and V, bf16; 4 query heads of 8, 2 products of 2.
-    expected = Work(128 * 2 * 8 * 2 * 2, 2 * 4 * 8 * 4, 128 * 4 * 8 * 4)
+    # 128 positions of 2 KV heads of 16, K and V, bf16; 4 query heads of 16, 2 products of 2.
+    expected = Work(128 * 2 * 16 * 2 * 2, 2 * 4 * 16 * 4, 128 * 4 * 16 * 4)
     assert case("paged_attention", "decode at 128 bf16", 1).work == expected
 
 
 def test_experts_without_tokens_are_no_work() -> None:
-    expert_bytes = 32 * 24 * 2  # 20 outputs of 24 inputs in whole tiles, bf16
+    expert_bytes = 64 * 64 * 2  # 64 outputs of 64 inputs, bf16
     for rows, experts in ((1, 2), (32, 8)):
-        moe = case("moe_linear", "20x24 2 of 8 bf16", rows)
+        moe = case("moe_linear", "64x64 2 of 8 bf16", rows)
         assert moe.work.cold_bytes == experts * expert_bytes
         assert moe.copy_bytes == 8 * expert_bytes

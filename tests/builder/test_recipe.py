@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llmbuild.builder.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
 from llmbuild.builder.recipe_errors import known_keys
 from llmbuild.errors import RecipeError
+from llmbuild.quant.schemes import SCHEMES
 
 HASH = "0123456789abcdef" * 4
 MINIMAL: dict[str, Any] = {
@@ -95,16 +96,58 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         '"limits.max_sequences"',
         ["unknown key", "limits.max_sequences"],
     ),
-    "unsupported key": (
-        {"quantisation": {"weights": "int4"}},
-        "quantisation",
-        ["not yet supported"],
-    ),
     "unsupported key spelt otherwise": (
-        {"quantization": {}},
-        "quantization",
-        ["unknown key", "quantisation (not yet supported)"],
+        {"callibration": {}},
+        "callibration",
+        ["unknown key", "calibration (not yet supported)"],
     ),
+    "quantisation spelt otherwise": (
+        {"quantization": "w4a8"},
+        "quantization",
+        ["unknown key", "nearest known key is quantisation"],
+    ),
+    "unknown scheme": (
+        {"quantisation": "w2a8"},
+        "quantisation",
+        ["given w2a8", "none, w4a8, w4a16, w8a8, w8a16, stored-a8, stored-a16"],
+    ),
+    "unknown scheme in a mapping": (
+        {"quantisation": {"scheme": "int4"}},
+        "quantisation.scheme",
+        ["given int4", "none, w4a8, w4a16, w8a8, w8a16, stored-a8, stored-a16"],
+    ),
+    "scheme a number": ({"quantisation": 4}, "quantisation", ["given 4", "scheme, group_size"]),
+    "scheme null": ({"quantisation": {"scheme": None}}, "quantisation.scheme", ["given null"]),
+    "unknown key of quantisation": (
+        {"quantisation": {"weights": "int4"}},
+        "quantisation.weights",
+        ["unknown key", "nearest known key"],
+    ),
+    **{
+        f"group size {size}": (
+            {"quantisation": {"scheme": "w4a8", "group_size": size}},
+            "quantisation.group_size",
+            [f"given {shown}", "a multiple of 32, or row"],
+        )
+        for size, shown in (
+            *((n, str(n)) for n in (0, 1, 31, 33, 48, -32)),
+            *((True, "true"), ("rows", "rows"), ("32", "'32'"), (32.0, "32.0"), ([32], "[32]")),
+        )
+    },
+    "symmetric a number": (
+        {"quantisation": {"scheme": "w8a8", "symmetric": 1}},
+        "quantisation.symmetric",
+        ["given 1", "true or false"],
+    ),
+    **{
+        f"{key} of {scheme}": (
+            {"quantisation": {"scheme": scheme, key: value}},
+            f"quantisation.{key}",
+            [f"given {shown}", scheme, "no grid to choose"],
+        )
+        for scheme in ("none", "stored-a8", "stored-a16")
+        for key, value, shown in (("symmetric", False, "false"), ("group_size", 32, "32"))
+    },
     "calibration": ({"calibration": {}}, "calibration", ["not yet supported"]),
     "gate": ({"gate": {}}, "gate", ["not yet supported"]),
     "tensor parallel": (
@@ -128,7 +171,11 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "unknown level": (
         {"target": {"kind": "cpu", "isa": "x86-64-v5"}},
         "target.isa",
-        ["given x86-64-v5", "native", "x86-64-v4, x86-64-v3, x86-64, aarch64"],
+        [
+            "given x86-64-v5",
+            "native, a level, or a list of levels: "
+            "x86-64-v4-vnni, x86-64-v4, x86-64-v3-vnni, x86-64-v3, x86-64, aarch64",
+        ],
     ),
     "no level": ({"target": {"kind": "cpu", "isa": []}}, "target.isa", ["given []", "native"]),
     "level twice": (
@@ -151,7 +198,7 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "unsupported kv dtype": (
         {"kv_cache": {"dtype": "fp8"}},
         "kv_cache.dtype",
-        ["given fp8", "not yet supported", "fp32 or bf16"],
+        ["given fp8", "not yet supported", "fp32, bf16 or int8"],
     ),
     "block size zero": ({"kv_cache": {"block_size": 0}}, "kv_cache.block_size", ["given 0", "256"]),
     "block size 257": ({"kv_cache": {"block_size": 257}}, "kv_cache.block_size", ["257", "256"]),
@@ -328,6 +375,7 @@ def test_minimal_recipe_gets_the_defaults(tmp_path: Path) -> None:
         "target": {"kind": "cpu", "isa": ["native"]},
         "parallel": {"tp": 1, "pp": 1},
         "limits": {"max_sequence_length": 2048, "max_step_tokens": 512, "max_sequences": 32},
+        "quantisation": {"scheme": "none"},
         "kv_cache": {"dtype": "fp32", "block_size": 16},
         "buckets": [1, 2, 4, 8],
         "verify": {"tolerance": 1e-4},
@@ -338,6 +386,48 @@ def test_bf16_sets_the_kv_dtype_and_the_tolerance(tmp_path: Path) -> None:
     resolved = resolve(tmp_path, changed({"precision": "bf16"}))
     assert resolved.kv_cache.dtype == "bf16"
     assert resolved.verify.tolerance == 2e-2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group_size", "tolerance"),
+    [
+        ("w4a8", 64, 1e-1),
+        ("w8a8", "row", 1e-1),
+        ("w4a16", 64, 2e-2),
+        ("w8a16", "row", 2e-2),
+        ("stored-a8", None, 1e-1),
+        ("stored-a16", None, 2e-2),
+    ],
+)
+@pytest.mark.parametrize("in_short", [True, False])
+def test_a_scheme_sets_its_groups_and_the_tolerance(
+    tmp_path: Path, scheme: str, group_size: Any, tolerance: float, in_short: bool
+) -> None:
+    """Of 4 bits 64 columns share a scale, of 8 a row; what is stored has nothing to choose."""
+    given = scheme if in_short else {"scheme": scheme}
+    resolved = resolve(tmp_path, changed({"quantisation": given, "precision": "bf16"}))
+    found = resolved.quantisation
+    symmetric = None if scheme.startswith("stored") else True
+    assert (found.scheme, found.group_size, found.symmetric) == (scheme, group_size, symmetric)
+    assert resolved.verify.tolerance == tolerance
+
+
+def test_a_given_grid_and_tolerance_are_kept(tmp_path: Path) -> None:
+    for group_size, symmetric in ((32, False), (4096, True), ("row", False)):
+        section = {"scheme": "w4a8", "group_size": group_size, "symmetric": symmetric}
+        content = changed({"quantisation": section, "verify": {"tolerance": 0.01}})
+        resolved = resolve(tmp_path, content)
+        found = resolved.quantisation
+        assert (found.group_size, found.symmetric) == (group_size, symmetric)
+        assert resolved.verify.tolerance == 0.01
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_int8_kv_allows_for_keys_and_values_rounded_to_either_side(
+    tmp_path: Path, precision: str
+) -> None:
+    content = changed({"precision": precision, "kv_cache": {"dtype": "int8"}})
+    assert resolve(tmp_path, content).verify.tolerance == 5e-2
 
 
 def test_defaults_are_cut_to_fit_what_is_given(tmp_path: Path) -> None:
@@ -408,6 +498,14 @@ def test_override_below_a_target_of_one_word_keeps_the_word(tmp_path: Path) -> N
     assert (resolved.target.kind, resolved.target.isa) == ("cpu", ("x86-64-v3",))
 
 
+def test_override_below_a_scheme_of_one_word_keeps_the_word(tmp_path: Path) -> None:
+    content = changed({"quantisation": "w4a8"})
+    found = resolve(tmp_path, content, "quantisation.group_size=32").quantisation
+    assert (found.scheme, found.group_size, found.symmetric) == ("w4a8", 32, True)
+    found = resolve(tmp_path, content, "quantisation=w8a16").quantisation
+    assert (found.scheme, found.group_size) == ("w8a16", "row")
+
+
 @pytest.mark.parametrize(
     ("override", "key", "words"),
     [
@@ -448,6 +546,19 @@ def test_malformed_override_is_refused(override: str, words: str, tmp_path: Path
 
 
 @st.composite
+def quantisations(draw: st.DrawFn) -> dict[str, Any]:
+    """A scheme with either key of its grid given or not."""
+    scheme = draw(st.sampled_from(["none", *SCHEMES]))
+    grid = {
+        "group_size": draw(st.sampled_from([32, 64, 96, 4096, "row"])),
+        "symmetric": draw(st.booleans()),
+    }
+    has_grid = scheme.startswith("w")
+    keys = draw(st.sets(st.sampled_from(sorted(grid)))) if has_grid else set()
+    return {"scheme": scheme} | {key: grid[key] for key in keys}
+
+
+@st.composite
 def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     """A valid recipe with any of its keys given, and a model's positions."""
     max_position = draw(st.integers(1, 5000))
@@ -458,7 +569,7 @@ def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     optional: dict[str, Any] = {
         "target": draw(st.sampled_from(["cpu", {"kind": "cpu", "isa": ["x86-64-v4", "x86-64"]}])),
         "kv_cache": {
-            "dtype": draw(st.sampled_from(["fp32", "bf16"])),
+            "dtype": draw(st.sampled_from(["fp32", "bf16", "int8"])),
             "block_size": draw(st.integers(1, min(256, length))),
         },
         "limits": {
@@ -466,6 +577,7 @@ def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
             "max_step_tokens": step_tokens,
             "max_sequences": sequences,
         },
+        "quantisation": draw(quantisations()),
         "buckets": sorted(buckets),
         "verify": {"tolerance": draw(st.floats(0, 1, exclude_min=True))},
     }
@@ -494,7 +606,7 @@ def test_effective_recipe_loads_and_resolves_to_itself(
 
 
 def test_resolved_recipe_leaves_nothing_open(tmp_path: Path) -> None:
-    resolved = resolve(tmp_path, MINIMAL)
+    resolved = resolve(tmp_path, changed({"quantisation": "w4a8"}))
     assert isinstance(resolved, ResolvedRecipe)
     open_keys = [
         key
@@ -519,7 +631,7 @@ def test_shipped_recipe_loads_under_its_own_name(name: str, checkout: Path) -> N
 
 def test_reference_has_a_row_for_every_key(checkout: Path) -> None:
     reference = (checkout / "docs" / "recipe.md").read_text()
-    table = reference.partition("## Keys")[2].partition("## Sources")[0]
+    table = reference.partition("## Keys")[2].partition("\n## ")[0]
     rows = [line.split("|")[1].strip(" `") for line in table.splitlines() if "| `" in line[:3]]
     leaves = {key for key in known_keys(Recipe) if not any(_below(key))}
     assert sorted(rows) == sorted(leaves)

@@ -8,10 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.report import Report, make_report, write_report
 from llmbuild.builder.targets.cpu.lower import lower
+from llmbuild.quant.grid import WeightGrid
+from llmbuild.quant.plan import QuantPlan
 from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, Manifest, Rank, Target
 
 VERIFIED = {"x86-64-v4": None, "x86-64-v3": 1.5e-6}
@@ -20,13 +23,20 @@ SECONDS = {"fetch": 0.5, "trace & <passes>": 2.0}
 
 @pytest.fixture
 def report_of(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
 ) -> Callable[..., Report]:
-    """report_of(max_sequence_length, name="m", **config overrides), in bf16."""
+    """report_of(max_sequence_length, name="m", quantised={}, **config overrides), in bf16.
+    quantised: grids by canonical name."""
 
-    def build(max_sequence_length: int, name: str = "m", **overrides: object) -> Report:
-        config = decoder_config(**overrides)
-        plan = lower(lowerable("bf16", **overrides), config, "bf16", 4)
+    def build(
+        max_sequence_length: int,
+        name: str = "m",
+        quantised: dict[str, WeightGrid] | None = None,
+        **overrides: object,
+    ) -> Report:
+        config, step = decoder_config(**overrides), traced("bf16", **overrides)
+        run_passes(step, plan=QuantPlan(quantised or {}, 32))
+        plan = lower(step, config, "bf16", 4)
         layer = KVLayer(k_dtype="bf16", v_dtype="bf16")
         manifest = Manifest(
             schema_version=1,
@@ -94,6 +104,24 @@ def test_weights_are_summed_by_dtype_as_they_lie_in_the_file(
     assert report.weights_by_dtype == {"bf16": LAYER_BYTES + HEAD_BYTES, "fp32": norms + 64}
     assert report.weights_bytes == sum(report.weights_by_dtype.values())
     assert report.kv_bytes_per_token == 2 * (2 * 4) * 2
+
+
+def test_a_step_reads_codes_and_scales_of_matrices_but_only_rows_of_a_table(
+    report_of: Callable[..., Report],
+) -> None:
+    """Hidden 64, 37 rows in 48; of each group of 32 codes of 4 bits, a scale and a minimum."""
+    grid, hidden = WeightGrid(4, 32, False), {"hidden_size": 64}
+    plain = report_of(64, **hidden)
+    head = report_of(64, quantised={"lm_head.weight": grid}, **hidden)
+    both = dict.fromkeys(("lm_head.weight", "embed.weight"), grid)
+    with_table = report_of(64, quantised=both, **hidden)
+    matrix_bytes = 48 * 2 * (16 + 2 + 2)
+    assert plain.decode[0].weight_bytes - head.decode[0].weight_bytes == 2 * 48 * 64 - matrix_bytes
+    assert head.decode == with_table.decode
+    assert plain.decode[0].operations == head.decode[0].operations
+    assert head.weights_by_dtype["int4"] == matrix_bytes
+    assert with_table.weights_by_dtype["int4"] == 2 * matrix_bytes
+    assert plain.weights_bytes - head.weights_bytes == 2 * 48 * 64 - matrix_bytes
 
 
 def test_contexts_beyond_the_longest_sequence_become_that_one(

@@ -13,6 +13,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbuild.builder.targets.cpu.toolchain import level_flags
+from llmbuild.runtime.isa import supported_levels
+
 PLUGINS = Path(__file__).parents[2] / "plugins"
 
 DTYPES = {"float": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -30,21 +33,7 @@ void with_team(int threads, F f) {
 """
 
 
-def available_levels() -> list[str]:
-    """The x86-64 ISA levels of this processor, or its native one elsewhere."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((line.split() for line in lines if line.startswith("flags")), None)
-    if flags is None:
-        return ["native"]
-    levels = ["x86-64"]
-    if {"avx2", "fma", "bmi2", "f16c"} <= set(flags):
-        levels.append("x86-64-v3")
-    if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= set(flags):
-        levels.append("x86-64-v4")
-    return levels
-
-
-LEVELS = available_levels()
+LEVELS = supported_levels()
 
 
 class Library:
@@ -77,8 +66,9 @@ class KernelCompiler:
         unit = self._directory / f"{stem}.cpp"
         unit.write_text(PROLOGUE + source)
         output = unit.with_suffix(".so")
-        flags = ["-std=c++17", "-O2", f"-march={level}", "-ffp-contract=fast", "-Wall", "-Wextra"]
-        command = ["g++", *flags, "-Werror", "-fPIC", "-shared", "-pthread", f"-I{PLUGINS}"]
+        warnings = ["-Wall", "-Wextra", "-Werror"]
+        flags = ["-std=c++17", "-O2", *level_flags(level), "-ffp-contract=fast", *warnings]
+        command = ["g++", *flags, "-fPIC", "-shared", "-pthread", f"-I{PLUGINS}"]
         result = subprocess.run(
             [*command, str(unit), "-o", str(output)], capture_output=True, text=True, check=False
         )

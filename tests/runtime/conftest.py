@@ -15,7 +15,8 @@ from llmbuild.runtime.kv.manager import KVManager
 from llmbuild.runtime.kv.pool import BlockPool
 from llmbuild.runtime.loop import Loop
 from llmbuild.runtime.manifest import Limits
-from llmbuild.runtime.sampling import SamplingParams, sample
+from llmbuild.runtime.params import SamplingParams
+from llmbuild.runtime.sampling import make_rng, sample
 from llmbuild.runtime.scheduler import Scheduler
 from llmbuild.runtime.tokenizer import GenerationConfig, Tokenizer
 
@@ -35,6 +36,7 @@ class FakeExecutor:
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
         self.batches: list[StepBatch] = []
+        self.calls: list[int] = []  # steps of each greedy call
         self.is_closed = False
         self.fail_with: BaseException | None = None
         self.before_step: Callable[[], None] | None = None
@@ -53,6 +55,28 @@ class FakeExecutor:
             self.kv[block, slot] = token
         logits = [self._logits(batch, int(owners[row]), int(row)) for row in batch.logit_rows]
         return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+
+    def step_greedy(self, batch: StepBatch, num_steps: int = 1) -> list[list[int]]:
+        """As many single steps, each on the tokens of the one before."""
+        self.calls.append(num_steps)
+        rows: list[list[int]] = [[] for _ in batch.logit_rows]
+        for index in range(num_steps):
+            logits = self.step(batch)
+            best = logits.argmax(axis=1)
+            is_finite = np.isfinite(logits[np.arange(len(best)), best])
+            for row, token, sound in zip(rows, best.tolist(), is_finite, strict=True):
+                row.append(token if sound else ~token)
+            if index + 1 < num_steps:
+                assert batch.is_decode
+                batch = StepBatch(
+                    token_ids=best.astype(np.int32),
+                    positions=batch.positions + 1,
+                    query_start=batch.query_start,
+                    kv_lengths=batch.kv_lengths + 1,
+                    block_tables=batch.block_tables,
+                    logit_rows=batch.logit_rows,
+                )
+        return rows
 
     def close(self) -> None:
         self.is_closed = True
@@ -125,7 +149,7 @@ class Rig:
 
     def run_alone(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Output tokens of the fake model without a scheduler or a KV cache, stops ignored."""
-        rng = np.random.default_rng(params.seed)
+        rng = make_rng(params.seed)
         history = list(prompt_ids)
         eos_ids = self.tokenizer.eos_ids
         for _ in range(params.max_tokens):
@@ -147,7 +171,9 @@ def build_rig(
     chunk_tokens: int | None = None,
     buckets: Sequence[int] = (),
     vocab_size: int = 300,
+    call_s: float = 0.0,
 ) -> Rig:
+    """call_s: 0 runs single steps, infinity as many in a call as can be."""
     limits = Limits(
         max_sequence_length=max_sequence_length,
         max_step_tokens=max_step_tokens,
@@ -156,7 +182,7 @@ def build_rig(
     manager = KVManager(BlockPool(num_blocks), block_size)
     scheduler = Scheduler(limits, manager, chunk_tokens)
     executor = FakeExecutor(num_blocks, block_size, vocab_size, tokenizer.eos_ids)
-    loop = Loop(executor, scheduler, tokenizer, vocab_size, buckets)
+    loop = Loop(executor, scheduler, tokenizer, vocab_size, buckets, call_s)
     return Rig(loop, executor, scheduler, manager, tokenizer)
 
 

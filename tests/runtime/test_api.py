@@ -4,6 +4,8 @@ import gc
 import json
 import sys
 import threading
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 
 from llmbuild.errors import RequestError, UserError
 from llmbuild.runtime.api import LLM
+from llmbuild.runtime.loop import MAX_STEPS
 from llmbuild.runtime.manifest import File, KVLayer, KVLayout, Limits, Manifest, Rank, Target
-from llmbuild.runtime.sampling import SamplingParams
+from llmbuild.runtime.params import SamplingParams
 
 VOCAB = 300
 BLOCK_SIZE = 4
@@ -58,19 +61,20 @@ def open_llm(monkeypatch, engine_dir, make_rig, byte_level):
     """Opens an LLM whose engine and executor are fakes; all are closed at the end."""
     made = []
 
-    def executor(engine, num_blocks, num_threads):
+    def executor(engine, num_blocks, num_threads, pin_threads):
         assert num_threads >= 1
+        assert pin_threads in (True, False)
         rig = make_rig(num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB)
         return rig.executor
 
-    def open_engine(root):
-        return SimpleNamespace(root=root, manifest=MANIFEST)
+    def opening_engine(root):
+        return nullcontext(SimpleNamespace(root=root, manifest=MANIFEST))
 
     def open_(**options):
         made.append(LLM(engine_dir, **options))
         return made[-1]
 
-    monkeypatch.setattr("llmbuild.runtime.engine.open_engine", open_engine)
+    monkeypatch.setattr("llmbuild.runtime.engine.opening_engine", opening_engine)
     module = SimpleNamespace(CpuExecutor=executor)
     monkeypatch.setitem(sys.modules, "llmbuild.runtime.executors.cpu", module)
     yield open_
@@ -199,13 +203,16 @@ def test_stream_joins_to_the_completion(llm):
 def test_streams_of_one_thread_interleave(llm, alone):
     streams = {first: llm.stream([first], LONG) for first in (1, 2, 3, 4, 5)}
     tokens = {first: [] for first in streams}
-    for _ in range(30):
-        for first, stream in streams.items():
-            tokens[first] += next(stream).token_ids
+    unread = dict(streams)
+    while unread:
+        for first, stream in list(unread.items()):
+            chunk = next(stream, None)
+            if chunk is None:
+                del unread[first]
+            else:
+                tokens[first] += chunk.token_ids
         llm.check()
-    for first, stream in streams.items():
-        assert next(stream, None) is None
-        assert tokens[first] == alone([first], LONG)
+    assert tokens == {first: alone([first], LONG) for first in streams}
 
 
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
@@ -264,6 +271,21 @@ def test_threads_share_the_engine(llm, alone):
     assert num_free(llm) == llm.num_blocks - 1
 
 
+def test_request_of_another_thread_waits_for_no_more_than_the_call_that_runs(llm):
+    """One thread drives steps without a pause; its lock would be its own for long otherwise."""
+    llm._executor.before_step = lambda: time.sleep(0.002)
+    driver = threading.Thread(target=llm.generate, args=([1], LONG))
+    driver.start()
+    while not llm._executor.batches:
+        time.sleep(0.001)
+    before = len(llm._executor.batches)
+    stream = llm.stream([2], SamplingParams(max_tokens=1))
+    assert len(llm._executor.batches) - before <= 2 * MAX_STEPS
+    assert driver.is_alive()
+    stream.close()
+    driver.join(timeout=30)
+
+
 def test_failed_step_raises_where_it_was_driven_and_ends_the_others(llm):
     first, second = llm.stream([1], LONG), llm.stream([2], LONG)
     next(first)
@@ -312,6 +334,7 @@ def test_kv_bytes_state_the_memory(open_llm):
         {"kv_memory": "lots"},
         {"num_threads": 0},
         {"num_threads": 1.5},
+        {"pin_threads": 1},
         {"chunk_tokens": 0},
     ],
 )

@@ -3,7 +3,7 @@ import pytest
 
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.bucket import pad_to_bucket
-from llmbuild.runtime.sampling import SamplingParams
+from llmbuild.runtime.params import SamplingParams
 
 
 def decode_batch(size, width=3):

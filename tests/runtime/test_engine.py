@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from llmbuild.errors import EngineError
-from llmbuild.runtime.engine import Engine, open_engine
+from llmbuild.runtime import engine as engine_module
+from llmbuild.runtime import verified
+from llmbuild.runtime.engine import Engine, open_engine, opening_engine, sha256
 from llmbuild.runtime.inspect_cli import inspect
 from llmbuild.runtime.isa import LEVELS
 from llmbuild.runtime.manifest import Manifest, encode, seal
@@ -257,6 +260,114 @@ def test_an_engine_of_several_ranks_is_refused(root: Path, cpuinfo: Path) -> Non
 def test_the_processor_is_asked_before_the_files_are_read(root: Path, tmp_path: Path) -> None:
     (root / "rank0/weights.safetensors").unlink()
     assert "ISA levels" in refusal(root, write_cpuinfo(tmp_path, frozenset()))
+
+
+@pytest.fixture
+def read_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The names of the files whose contents are read; every file counts as settled."""
+    names: list[str] = []
+
+    def noted(path: Path) -> str:
+        names.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(engine_module, "sha256", noted)
+    monkeypatch.setattr(verified, "SETTLED_NS", 0)
+    monkeypatch.setenv("LLMBUILD_CACHE", str(tmp_path / "cache"))
+    return names
+
+
+def test_quick_open_reads_every_file_the_first_time_and_none_the_second(
+    root: Path, cpuinfo: Path, read_files: list[str]
+) -> None:
+    with opening_engine(root, cpuinfo) as engine:
+        assert engine.isa_level == "x86-64-v3"
+    assert sorted(read_files) == sorted(Path(name).name for name in CONTENTS)
+    read_files.clear()
+    with opening_engine(root, cpuinfo):
+        pass
+    assert read_files == []
+
+
+def test_thorough_open_reads_every_file_each_time(
+    root: Path, cpuinfo: Path, read_files: list[str]
+) -> None:
+    for _ in range(2):
+        with opening_engine(root, cpuinfo):
+            pass
+        read_files.clear()
+        open_engine(root, cpuinfo)
+        assert len(read_files) == len(CONTENTS)
+
+
+@pytest.mark.parametrize("how", ["written", "replaced"])
+@pytest.mark.parametrize("name", CONTENTS)
+def test_quick_open_notices_a_changed_file_of_the_same_size_and_time(
+    root: Path, cpuinfo: Path, read_files: list[str], name: str, how: str
+) -> None:
+    with opening_engine(root, cpuinfo):
+        pass
+    path, stat = root / name, (root / name).stat()
+    time.sleep(0.02)  # past the tick of the system's clock
+    altered = bytes(len(CONTENTS[name]) - 1) + b"x"
+    if how == "written":
+        path.write_bytes(altered)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    else:
+        other = root.parent / "other"
+        other.write_bytes(altered)
+        os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        other.replace(path)
+    assert path.stat().st_mtime_ns == stat.st_mtime_ns
+    with pytest.raises(EngineError, match=f"{name}: sha256"), opening_engine(root, cpuinfo):
+        pass
+    assert len(read_files) == 2 * len(CONTENTS)
+
+
+def test_engine_that_has_just_been_written_is_not_remembered(
+    root: Path, cpuinfo: Path, read_files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "SETTLED_NS", 10**12)
+    for _ in range(2):
+        with opening_engine(root, cpuinfo):
+            pass
+    assert len(read_files) == 2 * len(CONTENTS)
+
+
+def test_cache_that_cannot_be_written_only_costs_the_reading(
+    root: Path, cpuinfo: Path, read_files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMBUILD_CACHE", "/proc/self/nothing")
+    for _ in range(2):
+        with opening_engine(root, cpuinfo):
+            pass
+    assert len(read_files) == 2 * len(CONTENTS)
+
+
+def test_an_altered_file_counts_for_more_than_what_it_led_to(
+    root: Path, cpuinfo: Path, read_files: list[str]
+) -> None:
+    (root / "tokenizer.json").write_bytes(b'{"model": []}')
+    with (
+        pytest.raises(EngineError, match=r"tokenizer\.json: sha256"),
+        opening_engine(root, cpuinfo),
+    ):
+        raise KeyError("a tokenizer without its words")
+
+
+def test_markers_do_not_grow_without_end(
+    root: Path, cpuinfo: Path, read_files: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(verified, "MAX_MARKERS", 3)
+    for index in range(5):
+        os.utime(root / "tokenizer.json", ns=(index, index))
+        with opening_engine(root, cpuinfo):
+            pass
+    assert len(list((tmp_path / "cache" / "verified").iterdir())) == 3
+    read_files.clear()
+    with opening_engine(root, cpuinfo):
+        pass
+    assert read_files == []
 
 
 def run_inspect(*arguments: str) -> str:

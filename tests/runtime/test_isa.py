@@ -8,12 +8,14 @@ import pytest
 from llmbuild.errors import EngineError
 from llmbuild.runtime.isa import LEVELS, missing_flags, processor_flags, supported_levels
 
-# What Linux prints for three generations of processors, other features left out.
+# What Linux prints for five generations of processors, other features left out.
 CORE2 = "cmov cx8 fpu fxsr mmx sse sse2 cx16 lahf_lm pni ssse3"
 HASWELL = (
     CORE2 + " sse4_1 sse4_2 popcnt abm avx avx2 bmi1 bmi2 f16c fma movbe xsave constant_tsc rdrand"
 )
+ALDER_LAKE = HASWELL + " avx_vnni"
 SKYLAKE_SP = HASWELL + " avx512f avx512dq avx512cd avx512bw avx512vl"
+CASCADE_LAKE = SKYLAKE_SP + " avx512_vnni"
 
 
 def cpuinfo(tmp_path: Path, *processors: str, key: str = "flags\t\t") -> Path:
@@ -29,7 +31,9 @@ def cpuinfo(tmp_path: Path, *processors: str, key: str = "flags\t\t") -> Path:
     [
         (CORE2, ["x86-64"]),
         (HASWELL, ["x86-64-v3", "x86-64"]),
+        (ALDER_LAKE, ["x86-64-v3-vnni", "x86-64-v3", "x86-64"]),
         (SKYLAKE_SP, ["x86-64-v4", "x86-64-v3", "x86-64"]),
+        (CASCADE_LAKE, ["x86-64-v4-vnni", "x86-64-v4", "x86-64-v3", "x86-64"]),
         (SKYLAKE_SP.replace("avx512dq ", ""), ["x86-64-v3", "x86-64"]),
         ("", []),
     ],
@@ -72,8 +76,9 @@ def test_missing_flags_are_what_the_level_adds(tmp_path: Path) -> None:
 
 
 def test_a_better_level_needs_all_that_a_worse_one_needs() -> None:
-    flags = [LEVELS[name].flags for name in ("x86-64", "x86-64-v3", "x86-64-v4")]
-    assert flags[0] < flags[1] < flags[2]
+    base, v3, v4 = (LEVELS[name].flags for name in ("x86-64", "x86-64-v3", "x86-64-v4"))
+    assert base < v3 < v4 < LEVELS["x86-64-v4-vnni"].flags
+    assert v3 < LEVELS["x86-64-v3-vnni"].flags
 
 
 def test_without_cpuinfo_the_error_says_what_is_needed(tmp_path: Path) -> None:

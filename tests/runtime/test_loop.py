@@ -1,5 +1,6 @@
 import gc
 import math
+import time
 import weakref
 
 import numpy as np
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbuild.errors import InternalError, RequestError
-from llmbuild.runtime.sampling import SamplingParams
+from llmbuild.runtime.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
+INFINITY = math.inf  # seconds of a call: as many steps as can be
 
 
 def test_tokens_equal_those_of_running_alone(make_rig):
@@ -164,7 +166,7 @@ def test_logits_that_are_not_a_number_end_the_requests_with_an_error(make_rig):
     step = rig.executor.step
     rig.executor.step = lambda batch: step(batch) * np.float32(math.nan)
     request = rig.loop.submit([1], GREEDY)
-    with pytest.raises(InternalError, match="nan"):
+    with pytest.raises(InternalError, match="logit of token 0 isn't a finite number"):
         rig.loop.step()
     rig.loop.check()
     assert request.finish_reason == "error"
@@ -208,3 +210,143 @@ def test_ended_requests_are_not_kept(make_rig):
     del request
     gc.collect()
     assert output() is None
+
+
+def outcome(request):
+    return list(request.sequence.output_ids), request.text, request.finish_reason
+
+
+@pytest.mark.parametrize("buckets", [(), (1, 4, 8)])
+def test_steps_in_one_call_give_the_tokens_of_single_steps(make_rig, buckets):
+    prompts = [[5], [6, 7, 8], list(range(17)), [9] * 5, [40, 2]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 30, 13, 22, 8)]
+    outcomes = []
+    for call_s in (0.0, INFINITY):
+        rig = make_rig(buckets=buckets, num_blocks=100, call_s=call_s)
+        requests = [rig.loop.submit(*each) for each in zip(prompts, params, strict=True)]
+        rig.run_to_end()
+        outcomes.append([outcome(request) for request in requests])
+        for prompt, own, request in zip(prompts, params, requests, strict=True):
+            assert list(request.sequence.output_ids) == rig.run_alone(prompt, own)
+        assert max(rig.executor.calls) == (8 if call_s else 1)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_what_is_computed_past_an_eos_is_dropped(make_rig):
+    rig = make_rig(call_s=INFINITY)
+    places = set()
+    for first in range(60):
+        params = SamplingParams(max_tokens=60)
+        request = rig.loop.submit([first], params)
+        rig.run_to_end()
+        alone = rig.run_alone([first], params)
+        assert list(request.sequence.output_ids) == alone
+        assert sum((chunk.token_ids for chunk in request.chunks), ()) == tuple(alone)
+        assert rig.manager.pool.num_free == 39
+        if request.finish_reason == "eos":
+            assert request.text == rig.tokenizer.decode(alone[:-1])
+            places.add(len(request.chunks[-1].token_ids))
+    assert places - {1, 8}, "no EOS came within a call"
+
+
+@settings(deadline=None, max_examples=60)
+@given(first=st.integers(0, 250), at=st.integers(0, 20), length=st.integers(1, 3))
+def test_stop_string_within_a_call_ends_as_in_single_steps(make_rig, first, at, length):
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    outcomes = []
+    full = None
+    for call_s in (0.0, INFINITY):
+        rig = make_rig(call_s=call_s)
+        if full is None:
+            full = rig.tokenizer.decode(rig.run_alone([first], params))
+        stop = (full[at : at + length],) if full[at : at + length] else ()
+        mate = rig.loop.submit([first + 1], params)
+        own = SamplingParams(max_tokens=25, ignore_eos=True, stop=stop)
+        request = rig.loop.submit([first], own)
+        rig.run_to_end()
+        outcomes.append((outcome(request), outcome(mate)))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_no_call_goes_past_the_first_max_tokens(make_rig):
+    rig = make_rig(call_s=INFINITY)
+    for count in (4, 20):
+        rig.loop.submit([count], SamplingParams(max_tokens=count, ignore_eos=True))
+    rig.run_to_end()
+    # The prompts and the first tokens; 3 that both want; then 16 that are left of the longer.
+    assert rig.executor.calls == [1, 3, 8, 8]
+
+
+def test_call_takes_no_more_steps_than_there_are_blocks_for(make_rig):
+    rig = make_rig(block_size=2, num_blocks=6, call_s=INFINITY)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    requests = [rig.loop.submit([n, n], params) for n in (1, 2)]
+    rig.run_to_end()
+    assert 1 < max(rig.executor.calls) < 7
+    assert [list(r.sequence.output_ids) for r in requests] == [
+        rig.run_alone([n, n], params) for n in (1, 2)
+    ]
+
+
+def test_a_sampled_mate_keeps_steps_single(make_rig):
+    rig = make_rig(call_s=INFINITY)
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
+    requests = [rig.loop.submit([n], p) for n, p in ((1, greedy), (2, drawn))]
+    rig.run_to_end()
+    assert rig.executor.calls == []
+    assert list(requests[0].sequence.output_ids) == rig.run_alone([1], greedy)
+    assert list(requests[1].sequence.output_ids) == rig.run_alone([2], drawn)
+
+
+def test_cancel_within_a_call_takes_effect_after_it(make_rig):
+    rig = make_rig(call_s=INFINITY)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    request, other = (rig.loop.submit([n], params) for n in (1, 2))
+    rig.loop.step()
+    rig.executor.before_step = lambda: rig.loop.cancel(request)
+    rig.loop.step()
+    rig.loop.check()
+    assert request.finish_reason == "cancelled"
+    assert list(request.sequence.output_ids) == rig.run_alone([1], params)[:9]
+    rig.run_to_end()
+    assert list(other.sequence.output_ids) == rig.run_alone([2], params)
+    assert rig.manager.pool.num_free == 39
+
+
+def test_request_that_comes_between_calls_is_admitted_by_the_next(make_rig):
+    rig = make_rig(call_s=INFINITY)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    rig.loop.submit([1], params)
+    rig.loop.step()
+    rig.loop.step()
+    late = rig.loop.submit([2, 3], params)
+    rig.loop.step()
+    assert late.sequence.num_output_tokens == 1
+    assert rig.executor.calls == [1, 8, 1]
+
+
+def test_bad_logit_within_a_call_ends_the_requests_with_an_error(make_rig):
+    rig = make_rig(call_s=INFINITY)
+    step = rig.executor.step
+
+    def spoil_after_some(batch):
+        return step(batch) * np.float32(math.nan if len(rig.executor.batches) > 4 else 1)
+
+    rig.executor.step = spoil_after_some
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    request = rig.loop.submit([1], params)
+    rig.loop.step()
+    with pytest.raises(InternalError, match="isn't a finite number"):
+        rig.loop.step()
+    rig.loop.check()
+    assert request.finish_reason == "error"
+    assert rig.manager.pool.num_free == 39
+
+
+def test_steps_of_a_call_become_fewer_as_they_take_longer(make_rig):
+    rig = make_rig(call_s=0.05)
+    rig.loop.submit([1], SamplingParams(max_tokens=40, ignore_eos=True))
+    rig.executor.before_step = lambda: time.sleep(0.02)
+    rig.run_to_end()
+    assert max(rig.executor.calls) <= 2

@@ -10,7 +10,15 @@ import msgspec
 import pytest
 
 from llmbuild.errors import EngineError
-from llmbuild.runtime.manifest import SCHEMA_VERSION, Manifest, encode, read_manifest, seal
+from llmbuild.runtime.manifest import (
+    SCHEMA_VERSION,
+    KVLayer,
+    KVLayout,
+    Manifest,
+    encode,
+    read_manifest,
+    seal,
+)
 
 Content = dict[str, Any]
 
@@ -228,7 +236,7 @@ def lists_itself(value: Content) -> None:
         (other_head_dim, ["model.head_dim 15", "kv.head_dim 14"]),
         (other_vocabulary, ["model.vocab_size 97", "vocab_size 98"]),
         (no_layers_in_model, ["model.num_layers None", "KV layers 3"]),
-        (unknown_kv_dtype, ["int3", "fp32, bf16"]),
+        (unknown_kv_dtype, ["int3", "fp32, bf16, int8"]),
         (repeated_bucket, ["[1, 2, 2]"]),
         (missing_executable, ["rank 0 ['x86-64-v3']", "['x86-64', 'x86-64-v3']"]),
         (missing_flags, ["compiler_flags ['x86-64']"]),
@@ -264,3 +272,10 @@ def test_a_path_that_is_no_engine_is_refused(tmp_path: Path) -> None:
 def test_block_bytes_sum_k_and_v_of_every_layer() -> None:
     kv = msgspec.convert(content(), Manifest).kv
     assert kv.block_bytes == 3 * (2 * 16 * 14) * (2 + 4)
+
+
+def test_int8_blocks_have_a_scale_for_each_token_and_head_at_a_multiple_of_four_bytes() -> None:
+    layers = [KVLayer(k_dtype="int8", v_dtype="bf16")]
+    for block_size, codes in ((16, 96), (7, 44), (1, 8)):  # of a head: 6 bytes a token
+        kv = KVLayout(block_size=block_size, num_kv_heads=3, head_dim=6, layers=layers)
+        assert kv.block_bytes == 3 * (codes + 4 * block_size) + 3 * block_size * 6 * 2

@@ -1,3 +1,4 @@
+import math
 import re
 
 import numpy as np
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbuild.errors import RequestError
-from llmbuild.runtime.sampling import SamplingParams
+from llmbuild.runtime.params import SamplingParams
 from llmbuild.runtime.sequence import State
 
 ALL = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -41,6 +42,7 @@ def workloads(draw):
         "max_sequences": draw(st.integers(1, 5)),
         "chunk_tokens": draw(st.none() | st.integers(1, 8)),
         "buckets": draw(st.sampled_from([(), (1, 2, 4, 8)])),
+        "call_s": draw(st.sampled_from([0.0, math.inf])),  # single steps, or many in a call
     }
     return options, requests
 

@@ -1,6 +1,8 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from llmbuild.errors import EngineError, RequestError
 from llmbuild.runtime.tokenizer import GenerationConfig, Tokenizer, load_tokenizer
@@ -95,3 +97,34 @@ def test_truncation_and_padding_of_the_file_are_off(sentencepiece):
     backend.enable_padding(length=50)
     tokenizer = Tokenizer(backend, GenerationConfig(1, [2], True))
     assert tokenizer.encode("the a") == sentencepiece.encode("the a")
+
+
+def test_file_is_parsed_with_its_merges_when_the_first_text_comes(tmp_path, byte_level):
+    config = {"bos_token_id": None, "eos_token_id": [], "add_bos": False}
+    write_engine(tmp_path, byte_level, config)
+    loaded = load_tokenizer(tmp_path)
+    ids = [*range(270), 5, 261, 264]
+    assert loaded.decode(ids) == byte_level.decode(ids)
+    assert [loaded.pieces[i] for i in ids] == [byte_level.pieces[i] for i in ids]
+    assert "_encoder" not in vars(loaded)
+    text = "hello world 你 😀 <think>"
+    assert loaded.encode(text) == byte_level.encode(text)
+    assert len(loaded.encode("he")) == 1
+    assert loaded._encoder is not loaded._backend
+
+
+def test_file_without_merges_is_parsed_once(tmp_path):
+    backend = Backend(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    config = {"bos_token_id": None, "eos_token_id": [], "add_bos": False}
+    write_engine(tmp_path, Tokenizer(backend, GenerationConfig(None, [], False)), config)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("b") == [1]
+    assert loaded._encoder is loaded._backend
+
+
+def test_pieces_tell_special_unknown_and_byte_tokens(byte_level, sentencepiece):
+    assert byte_level.pieces[byte_level._backend.token_to_id("<|end|>")].is_silent
+    assert byte_level.pieces[10**6].is_silent
+    assert sentencepiece.pieces[3 + 0x41].is_byte
+    word = sentencepiece.pieces[sentencepiece._backend.token_to_id("th")]
+    assert word == (False, False, "th")

@@ -1,14 +1,19 @@
-"""Linears that read the same value (Q, K, V; gate, up) become one, whose result is split."""
+"""Linears that read the same value (Q, K, V; gate, up) become one, whose result is split; those
+that are quantised, where they have one grid."""
+
+from dataclasses import replace as replace_fields
 
 import onnx_ir as ir
 
 from llmbuild.builder.graph.passes.rewrite import nodes_of, plugin_node, replace, users
 from llmbuild.builder.graph.step_graph import StepGraph, Weight
 
+_KINDS = ("linear", "quantised_linear")
+
 
 def merge_linears(step: StepGraph) -> None:
     merged: set[ir.Node] = set()
-    for first in nodes_of(step.graph, "linear"):
+    for first in (node for kind in _KINDS for node in nodes_of(step.graph, kind)):
         if first in merged or first.inputs[0] is None:
             continue
         group = [node for node in users(first.inputs[0]) if _can_merge(step, first, node)]
@@ -18,33 +23,35 @@ def merge_linears(step: StepGraph) -> None:
 
 
 def _can_merge(step: StepGraph, first: ir.Node, node: ir.Node) -> bool:
-    """Same input, same dtype, bias on both or on neither, and weights that nobody else reads."""
+    """Same input, weights of the same kinds (the bias, too), which nobody else reads."""
     if (node.domain, node.op_type) != (first.domain, first.op_type):
         return False
-    if node.inputs[0] is not first.inputs[0] or _has_bias(node) != _has_bias(first):
+    if node.inputs[0] is not first.inputs[0] or _attributes(node) != _attributes(first):
         return False
-    weight, other = node.inputs[1], first.inputs[1]
-    assert weight is not None
-    assert other is not None
-    own = [value for value in node.inputs[1:] if value is not None]
-    return weight.dtype == other.dtype and all(
-        value.name in step.weights and len(users(value)) == 1 for value in own
+    own, others = _weights(step, node), _weights(step, first)
+    if own is None or others is None or own.keys() != others.keys():
+        return False
+    return all(
+        (own[slot].dtype, own[slot].grid) == (others[slot].dtype, others[slot].grid) for slot in own
     )
 
 
-def _has_bias(node: ir.Node) -> bool:
-    return len(node.inputs) > 2 and node.inputs[2] is not None
+def _weights(step: StepGraph, node: ir.Node) -> dict[int, Weight] | None:
+    """A linear's weights by the input that they are; None if it shares one."""
+    values = {slot: value for slot, value in enumerate(node.inputs) if slot and value is not None}
+    if any(value.name not in step.weights or len(users(value)) > 1 for value in values.values()):
+        return None
+    return {slot: step.weights[str(value.name)] for slot, value in values.items()}
 
 
 def _merge(step: StepGraph, group: list[ir.Node]) -> None:
     graph, first = step.graph, group[0]
     sizes = [_rows(step, node) for node in group]
-    count = 3 if _has_bias(first) else 2
-    inputs = [first.inputs[0]]
-    inputs += [
-        _merged_weight(step, [node.inputs[slot] for node in group]) for slot in range(1, count)
+    inputs = [
+        _merged_weight(step, [node.inputs[slot] for node in group]) if slot and value else value
+        for slot, value in enumerate(first.inputs)
     ]
-    linear = plugin_node("linear", inputs, {}, outputs=1)
+    linear = plugin_node(first.op_type, inputs, _attributes(first), outputs=1)
     total = linear.outputs[0]
     total.name = "+".join(str(node.outputs[0].name) for node in group)
     shape = first.outputs[0].shape
@@ -54,6 +61,10 @@ def _merge(step: StepGraph, group: list[ir.Node]) -> None:
     split = ir.node("Split", [total, lengths.outputs[0]], {"axis": 1}, num_outputs=len(group))
     old_values = [node.outputs[0] for node in group]
     replace(graph, first, group, [linear, lengths, split], old_values, split.outputs)
+
+
+def _attributes(node: ir.Node) -> dict[str, int]:
+    return {name: attribute.as_int() for name, attribute in node.attributes.items()}
 
 
 def _rows(step: StepGraph, node: ir.Node) -> int:
@@ -71,10 +82,10 @@ def _merged_weight(step: StepGraph, parts: list[ir.Value | None]) -> ir.Value:
         del step.graph.initializers[name]
     rows = sum(weight.shape[0] for weight in weights)
     sources = tuple(source for weight in weights for source in weight.sources)
-    weight = Weight(sources, (rows, *weights[0].shape[1:]), weights[0].dtype)
+    weight = replace_fields(weights[0], sources=sources, shape=(rows, *weights[0].shape[1:]))
     dtype = parts[0].dtype if parts[0] is not None else None
     value = ir.Value(
-        name="+".join(sources),
+        name=".".join(filter(None, ("+".join(sources), weight.part))),
         shape=ir.Shape(weight.shape),
         type=ir.TensorType(dtype or ir.DataType.FLOAT),
     )

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from llmbuild.builder.graph.materialise import ReadTensor, materialise
-from llmbuild.builder.graph.step_graph import StepGraph
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbuild.builder.graph.materialise import ReadTensor, materialise, materialise_matrix
+from llmbuild.builder.graph.step_graph import CODES, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.stages import Stages
 from llmbuild.builder.targets.cpu import toolchain
@@ -15,7 +18,8 @@ from llmbuild.builder.targets.cpu.emit import emit
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.memory import plan_arena
 from llmbuild.builder.targets.cpu.pack import packed_bytes, write_weights
-from llmbuild.builder.targets.cpu.plan import StepPlan
+from llmbuild.builder.targets.cpu.plan import PackedWeight, StepPlan
+from llmbuild.quant.grid import QuantisedMatrix
 from llmbuild.runtime.manifest import KVLayout, Limits, Rank, Target
 
 TARGET_KIND = "cpu"
@@ -64,7 +68,7 @@ def build_cpu(
         stages.stage("pack weights", shows_bars=True),
         stages.progress.task("packing", sum(map(packed_bytes, plan.weights))) as advance,
     ):
-        write_weights(plan, partial(materialise, step, read=read), root / weights, advance)
+        write_weights(plan, partial(_values, step, read), root / weights, advance)
     return CpuBuild(
         target=Target(
             kind=TARGET_KIND,
@@ -76,3 +80,11 @@ def build_cpu(
         rank=Rank(executables=executables, weights=weights, arena_bytes=arena.size_bytes),
         plan=plan,
     )
+
+
+def _values(
+    step: StepGraph, read: ReadTensor, weight: PackedWeight
+) -> NDArray[np.generic] | QuantisedMatrix:
+    if weight.grid is None:
+        return materialise(step, weight.name, read)
+    return materialise_matrix(step.weights[f"{weight.name}.{CODES}"], read)

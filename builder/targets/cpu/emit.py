@@ -3,7 +3,7 @@
 from pathlib import Path
 from string import Template
 
-from llmbuild.builder.targets.cpu.lowering import CPP_TYPES
+from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, KV_CPP_TYPES
 from llmbuild.builder.targets.cpu.memory import ArenaPlan
 from llmbuild.builder.targets.cpu.pack import packed_bytes, weight_offsets
 from llmbuild.builder.targets.cpu.plan import (
@@ -14,42 +14,43 @@ from llmbuild.builder.targets.cpu.plan import (
     Expression,
     PackedWeight,
     Pool,
+    Rows,
     StepInput,
     StepPlan,
     View,
 )
-from llmbuild.runtime.manifest import KV_ITEM_BYTES, KVLayer, KVLayout, Limits, step_shape
+from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, step_shape
 from llmbuild.version import __version__
 
-ABI = "llmbuild-cpu-2"  # of the exported functions; runtime/executors/cpu.py expects the same
+ABI = "llmbuild-cpu-3"  # of the exported functions; runtime/executors/cpu.py expects the same
 _TEMPLATE = Path(__file__).with_name("engine.cpp.in")
-_HEADERS = {  # of kernels that aren't named as their header's folder
-    "add_rms_norm": "rms_norm",
-    "dynamic_rope_table": "rope_table",
-    "switched_rope_table": "rope_table",
-    "gather_tiled_rows": "gather_rows",
-    "moe_combine": "moe",
-    "moe_gather": "moe",
-    "moe_linear": "moe",
-    "moe_route": "moe",
-    "moe_sort": "moe",
+_MOE_PARTS = ("combine", "gather", "linear", "route", "sort")
+_HEADERS = {  # of kernels that aren't in the cpu.h of the folder with their name
+    **dict.fromkeys(("add_rms_norm", "add_rms_norm_int8", "rms_norm_int8"), "rms_norm/cpu.h"),
+    **dict.fromkeys(("dynamic_rope_table", "switched_rope_table"), "rope_table/cpu.h"),
+    **dict.fromkeys(("gather_tiled_rows", "gather_quantised_rows"), "gather_rows/cpu.h"),
+    **dict.fromkeys(("int8_linear", "dequantised_linear", "quantise_rows"), "linear/quantised.h"),
+    "gated_activation_int8": "gated_activation/cpu.h",
+    **dict.fromkeys([f"moe_{part}" for part in _MOE_PARTS], "moe/cpu.h"),
 }
+_CPP_ITEMS = {"fp32": "float", "int32": "int32_t", "int8_rows": "uint8_t"}  # of buffers
 _OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "Div": "/"}
 
 
 def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
     """The C++ source of an engine; it includes the plugins' headers and nothing else of ours."""
-    headers = sorted({_HEADERS.get(call.kernel, call.kernel) for call in plan.calls})
-    emission = _Emission(plan, arena)
+    headers = {_HEADERS.get(call.kernel, f"{call.kernel}/cpu.h") for call in plan.calls}
+    emission = _Emission(plan, arena, limits)
     return Template(_TEMPLATE.read_text()).substitute(
         version=__version__,
         name=name,
         summary=f"{len(plan.calls)} kernel calls, {len(plan.weights)} weights",
-        includes="\n".join(f'#include "{header}/cpu.h"' for header in headers),
+        includes="\n".join(f'#include "{header}"' for header in sorted(headers)),
         weights_bytes=sum(map(packed_bytes, plan.weights)),
         arena_bytes=max(arena.size_bytes, 64),
         max_tokens=limits.max_step_tokens,
         max_sequences=max(limits.max_sequences, 1),
+        vocab=plan.logits.width,
         calls="\n".join(map(emission.call, plan.calls)),
         abi=ABI,
         shape=_shape(plan, arena, limits),
@@ -57,25 +58,28 @@ def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
 
 
 def _shape(plan: StepPlan, arena: ArenaPlan, limits: Limits) -> str:
+    return step_shape(limits, _kv_layout(plan), plan.logits.width, arena.size_bytes)
+
+
+def _kv_layout(plan: StepPlan) -> KVLayout:
     layer = KVLayer(k_dtype=plan.kv_dtype, v_dtype=plan.kv_dtype)
-    kv = KVLayout(
+    return KVLayout(
         block_size=plan.block_size,
         num_kv_heads=plan.kv_heads,
         head_dim=plan.head_dim,
         layers=[layer] * plan.num_layers,
     )
-    return step_shape(limits, kv, plan.logits.width, arena.size_bytes)
 
 
 class _Emission:
     """Turns calls into C++ statements."""
 
-    def __init__(self, plan: StepPlan, arena: ArenaPlan) -> None:
+    def __init__(self, plan: StepPlan, arena: ArenaPlan, limits: Limits) -> None:
         self.plan = plan
+        self.limits = limits
         self.arena = arena
         self.weights = weight_offsets(plan)
-        items = plan.kv_heads * plan.block_size * plan.head_dim
-        self.pool_block_bytes = items * KV_ITEM_BYTES[plan.kv_dtype]
+        self.pool_block_bytes = _kv_layout(plan).pool_block_bytes(plan.kv_dtype)
 
     def call(self, call: Call) -> str:
         """The kernel call, and the barrier that makes its outputs whole for the next."""
@@ -90,10 +94,10 @@ class _Emission:
             case View():
                 return self.view(argument)
             case PackedWeight():
-                cpp_type = CPP_TYPES[argument.dtype]
+                cpp_type = "uint8_t" if argument.grid else CPP_TYPES[argument.dtype]
                 return f"weight({cpp_type}{{}}, {self.weights[argument.name]})"
             case Pool():
-                cpp_type = CPP_TYPES[self.plan.kv_dtype]
+                cpp_type = KV_CPP_TYPES[self.plan.kv_dtype]
                 pools_before = 2 * argument.layer + (argument.kind == "v")
                 return f"pool({cpp_type}{{}}, {pools_before * self.pool_block_bytes})"
             case StepInput():
@@ -101,7 +105,7 @@ class _Emission:
             case Batch():
                 return "step"
             case Count():
-                return _count(argument)
+                return self.count(argument)
             case Expression():
                 value = self.expression(argument, argument.width)
                 return f"[&](int64_t r, int i) {{ return {value}; }}"
@@ -110,10 +114,15 @@ class _Emission:
             case int():
                 return str(argument)
 
+    def count(self, count: Count) -> str:
+        longest = count.rows is Rows.LONGEST
+        rows = str(self.limits.max_sequence_length) if longest else count.rows.value
+        return rows if count.rows_each == 1 else f"{rows} * {count.rows_each}"
+
     def view(self, view: View) -> str:
         if view.buffer == self.plan.logits:
             return "run.logits"
-        cpp_type = "int32_t" if view.buffer.dtype == "int32" else "float"
+        cpp_type = _CPP_ITEMS[view.buffer.dtype]
         return f"buffer({cpp_type}{{}}, {self.arena.offsets[view.buffer]}, {view.column})"
 
     def expression(self, expression: Expression, width: int) -> str:
@@ -134,8 +143,3 @@ class _Emission:
         if operand.width == 1 and width > 1:
             return f"splat_row<{operand.stride}>({self.view(operand)}, r)"
         return f"load_chunk<{width}>({self.view(operand)} + r * {operand.stride}, i)"
-
-
-def _count(count: Count) -> str:
-    rows = count.rows.value
-    return rows if count.rows_each == 1 else f"{rows} * {count.rows_each}"

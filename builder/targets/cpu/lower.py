@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
-from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, Lowering
+from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, Lowering, cpp_grid
 from llmbuild.builder.targets.cpu.plan import (
     Batch,
     Expression,
@@ -43,6 +43,24 @@ def _linear(lowering: Lowering, node: ir.Node) -> None:
     lowering.call("linear", template, x, weight, bias, y, y.buffer.count, out=[y])
 
 
+def _quantised_linear(lowering: Lowering, node: ir.Node) -> None:
+    x, weight = node.inputs[0], lowering.matrix(node.inputs[1])
+    bias = lowering.optional_weight(node.inputs[4] if len(node.inputs) > 4 else None)
+    rows, columns = weight.shape
+    group = node.attributes["activation_group"].as_int()
+    if group:
+        view = lowering.int8_rows(x, group)
+        y = lowering.output(node.outputs[0], rows)
+        template = (cpp_grid(weight), rows, columns, group, y.stride)
+        lowering.call("int8_linear", template, view, weight, bias, y, y.buffer.count, out=[y])
+    else:
+        view = lowering.view(x)
+        y = lowering.output(node.outputs[0], rows)
+        template = (cpp_grid(weight), rows, columns, view.stride, y.stride)
+        arguments = (view, weight, bias, y, y.buffer.count)
+        lowering.call("dequantised_linear", template, *arguments, out=[y])
+
+
 def _split(lowering: Lowering, node: ir.Node) -> None:
     """No work: the parts are columns of the whole."""
     whole = lowering.view(node.inputs[0])
@@ -58,21 +76,34 @@ def _split(lowering: Lowering, node: ir.Node) -> None:
 def _rms_norm(lowering: Lowering, node: ir.Node) -> None:
     x = lowering.view(node.inputs[0])
     weight = lowering.weight(node.inputs[1])
+    eps = node.attributes["eps"].as_float()
+    group = lowering.int8_group(node.outputs[0])
+    if group and weight.shape[0] == x.width:
+        y = lowering.int8_output(node.outputs[0], x.width, group)
+        int8_template = (x.width, group, x.stride)
+        lowering.call("rms_norm_int8", int8_template, x, weight, eps, y, y.buffer.count, out=[y])
+        return
     y = lowering.output(node.outputs[0], x.width)
     template = (x.width, weight.shape[0], x.stride, y.stride)
-    eps = node.attributes["eps"].as_float()
     lowering.call("rms_norm", template, x, weight, eps, y, y.buffer.count, out=[y])
 
 
 def _add_rms_norm(lowering: Lowering, node: ir.Node) -> None:
     x, residual = (lowering.view(value) for value in node.inputs[:2])
     weight = lowering.weight(node.inputs[2])
-    total, y = (lowering.output(value, x.width) for value in node.outputs)
-    template = (x.width, x.stride, residual.stride, total.stride, y.stride)
     eps = node.attributes["eps"].as_float()
-    rows = y.buffer.count
+    total = lowering.output(node.outputs[0], x.width)
+    rows = total.buffer.count
+    strides = (x.width, x.stride, residual.stride, total.stride)
+    group = lowering.int8_group(node.outputs[1])
+    if group:
+        kernel, y = "add_rms_norm_int8", lowering.int8_output(node.outputs[1], x.width, group)
+        last = group
+    else:
+        kernel, y = "add_rms_norm", lowering.output(node.outputs[1], x.width)
+        last = y.stride
     lowering.call(
-        "add_rms_norm", template, x, residual, weight, eps, total, y, rows, out=[total, y]
+        kernel, (*strides, last), x, residual, weight, eps, total, y, rows, out=[total, y]
     )
 
 
@@ -132,10 +163,12 @@ def _paged_attention(lowering: Lowering, node: ir.Node) -> None:
     soft_cap = node.attributes["soft_cap"].as_float()
     out = lowering.output(node.outputs[0], q.width)
     flags = ("true" if soft_cap else "false", "false" if sinks is None else "true")
+    pools = (Pool(layer, "k"), Pool(layer, "v"))
+    parts = lowering.attention_parts(node.outputs[0])
     lowering.call(
         "paged_attention",
         (*lowering.heads, q.stride, out.stride, *flags),
-        *(Batch(), q, Pool(layer, "k"), Pool(layer, "v"), scale, window, out, soft_cap, sinks),
+        *(Batch(), q, *pools, scale, window, out, soft_cap, sinks, parts, parts.buffer.count),
         out=[out],
     )
 
@@ -152,10 +185,16 @@ def _layer_norm(lowering: Lowering, node: ir.Node) -> None:
 
 def _gated_activation(lowering: Lowering, node: ir.Node) -> None:
     gate, up = (lowering.view(value) for value in node.inputs)
-    y = lowering.output(node.outputs[0], gate.width)
     activation = CPP_ACTIVATIONS[node.attributes["activation"].as_string()]
-    template = (gate.width, gate.stride, up.stride, y.stride, activation)
-    lowering.call("gated_activation", template, gate, up, y, y.buffer.count, out=[y])
+    group = lowering.int8_group(node.outputs[0])
+    if group:
+        y = lowering.int8_output(node.outputs[0], gate.width, group)
+        kernel, last = "gated_activation_int8", group
+    else:
+        y = lowering.output(node.outputs[0], gate.width)
+        kernel, last = "gated_activation", y.stride
+    template = (gate.width, gate.stride, up.stride, last, activation)
+    lowering.call(kernel, template, gate, up, y, y.buffer.count, out=[y])
 
 
 def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
@@ -177,6 +216,15 @@ def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
     tiled = weight.layout is Layout.TILES_OF_16
     kernel = "gather_tiled_rows" if tiled else "gather_rows"
     lowering.call(kernel, template, weight, rows, y, y.buffer.count, out=[y])
+
+
+def _gather_quantised_rows(lowering: Lowering, node: ir.Node) -> None:
+    table, index = lowering.matrix(node.inputs[0]), node.inputs[3]
+    assert index is not None
+    y = lowering.output(node.outputs[0], table.shape[1])
+    template = (cpp_grid(table), table.shape[1], y.stride)
+    arguments = (table, StepInput(str(index.name)), y, y.buffer.count)
+    lowering.call("gather_quantised_rows", template, *arguments, out=[y])
 
 
 def _moe_route(lowering: Lowering, node: ir.Node) -> None:
@@ -273,6 +321,7 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
     ("", "Constant"): _constant,
     ("", "Split"): _split,
     (DOMAIN, "linear"): _linear,
+    (DOMAIN, "quantised_linear"): _quantised_linear,
     (DOMAIN, "rms_norm"): _rms_norm,
     (DOMAIN, "add_rms_norm"): _add_rms_norm,
     (DOMAIN, "rope_table"): _rope_table,
@@ -286,6 +335,7 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
     (DOMAIN, "moe_route"): _moe_route,
     (DOMAIN, "moe_experts"): _moe_experts,
     (DOMAIN, "gather_rows"): _gather_rows,
+    (DOMAIN, "gather_quantised_rows"): _gather_quantised_rows,
     **{("", operation): _elementwise for operation in _ELEMENTWISE},
 }
 

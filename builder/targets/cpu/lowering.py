@@ -4,7 +4,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.graph.step_graph import CODES, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.cpu.plan import (
     Argument,
@@ -16,8 +16,27 @@ from llmbuild.builder.targets.cpu.plan import (
     Rows,
     View,
 )
+from llmbuild.quant.grid import GROUP_UNIT
 
 CPP_TYPES = {"fp32": "float", "bf16": "bf16"}
+
+
+def int8_row_bytes(width: int, group: int) -> int:
+    """Bytes of a row of int8 activations, as Int8Row of plugins/common/int8_rows.h lays it out."""
+    codes_and_scales = width + 4 * (width // group)
+    return -(-(codes_and_scales + 2 * 4 * (width // GROUP_UNIT)) // 64) * 64
+
+
+def cpp_grid(weight: PackedWeight) -> str:
+    """The kernels' type of a quantised matrix's grid."""
+    grid = weight.grid
+    assert grid is not None
+    asymmetric = "false" if grid.symmetric else "true"
+    return f"Grid<{grid.bits}, {grid.columns_of(weight.shape[1])}, {asymmetric}>"
+
+
+KV_CPP_TYPES = CPP_TYPES | {"int8": "int8_t"}
+ATTENTION_RANGE_KEYS = 128  # kRangeKeys of plugins/paged_attention/key_range.h
 _TILED = {("linear", 1), ("moe_experts", 3), ("moe_experts", 4)}  # (operation, input)
 
 
@@ -33,6 +52,7 @@ class Lowering:
         self.block_size = block_size
         self.views: dict[ir.Value, View] = {}
         self.expressions: dict[ir.Value, Expression] = {}  # not computed until a kernel needs them
+        self.int8_views: dict[ir.Value, View] = {}  # values rounded to int8, for quantised linears
         self.weights: dict[str, PackedWeight] = {}
         self.calls: list[Call] = []
 
@@ -105,12 +125,61 @@ class Lowering:
             self.weights[name] = PackedWeight(name, shape, dtype, layout)
         return self.weights[name]
 
+    def matrix(self, codes: ir.Value | None) -> PackedWeight:
+        """The quantised matrix whose codes a node reads."""
+        assert codes is not None
+        weight = self.step.weights[str(codes.name)]
+        name = str(codes.name).removesuffix(f".{CODES}")
+        if name not in self.weights:
+            assert weight.grid is not None
+            dtype = f"int{weight.grid.bits}"
+            packed = PackedWeight(name, weight.shape, dtype, Layout.CODES, weight.grid)
+            self.weights[name] = packed
+        return self.weights[name]
+
+    def int8_group(self, value: ir.Value) -> int:
+        """The columns of a group, if linears that round it to int8 alike are all that reads a value
+        and it isn't the graph's result; else 0."""
+        groups = {
+            user.attributes["activation_group"].as_int()
+            if (user.op_type, slot) == ("quantised_linear", 0)
+            else 0
+            for user, slot in value.uses()
+        }
+        return groups.pop() if len(groups) == 1 and not value.is_graph_output() else 0
+
+    def int8_output(self, value: ir.Value, width: int, group: int) -> View:
+        """A new buffer for a value of this many columns as int8 rows."""
+        assert value.shape is not None
+        items = int8_row_bytes(width, group) // 4
+        buffer = Buffer(f"{value.name}.int8", Rows(str(value.shape[0])), items, dtype="int8_rows")
+        self.int8_views[value] = View(buffer, 0, items)
+        return self.int8_views[value]
+
+    def int8_rows(self, value: ir.Value | None, group: int) -> View:
+        """Where a value lies as int8 rows, rounded now unless the kernel that made it did so."""
+        assert value is not None
+        if value not in self.int8_views:
+            x = self.view(value)
+            rows = self.int8_output(value, x.width, group)
+            template = (x.width, group, x.stride)
+            self.call("quantise_rows", template, x, rows, x.buffer.count, out=[rows])
+        return self.int8_views[value]
+
     def optional_weight(self, value: ir.Value | None) -> PackedWeight | None:
         return None if value is None else self.weight(value)
+
+    def attention_parts(self, value: ir.Value) -> View:
+        """Memory for attention that is cut between threads: every head of the longest sequence has
+        room for its result over each range of keys, head_dim (in whole vectors of 16) and 2 floats.
+        """
+        range_floats = self.config.num_heads * (-(-self.config.head_dim // 16) * 16 + 2)
+        key_floats = -(-range_floats // ATTENTION_RANGE_KEYS)
+        return self.scratch(value, "parts", Rows.LONGEST, 1, rows_each=key_floats)
 
     @property
     def heads(self) -> tuple[str | int, ...]:
         """KV type, heads, KV heads, head_dim, block size: the head of the KV kernels' templates."""
         config = self.config
-        kv_type = CPP_TYPES[self.kv_dtype]
+        kv_type = KV_CPP_TYPES[self.kv_dtype]
         return (kv_type, config.num_heads, config.num_kv_heads, config.head_dim, self.block_size)

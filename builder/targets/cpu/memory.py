@@ -45,7 +45,13 @@ def plan_arena(plan: StepPlan, limits: Limits) -> ArenaPlan:
 
 def size_bytes(buffer: Buffer, limits: Limits) -> int:
     """Bytes of a buffer in the largest step, rounded up to the alignment."""
-    rows = 1 if buffer.rows is Rows.ONE else limits.max_step_tokens
+    match buffer.rows:
+        case Rows.ONE:
+            rows = 1
+        case Rows.LONGEST:
+            rows = limits.max_sequence_length
+        case Rows.TOKENS | Rows.LOGIT_ROWS:
+            rows = limits.max_step_tokens
     size = 4 * rows * buffer.rows_each * buffer.width
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 

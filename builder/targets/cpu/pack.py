@@ -6,29 +6,36 @@ their first use, so every one starts 64-byte aligned in the mapped file.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmbuild.builder.graph.materialise import NUMPY_DTYPES
+from llmbuild.builder.targets.cpu.pack_quantised import pack_quantised, quantised_bytes
 from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
+from llmbuild.quant.grid import QuantisedMatrix
 
 ALIGNMENT_BYTES = 64
 TILE_ROWS = 16
 PART_BYTES = 4 << 20
-_SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16"}
+_SAFETENSORS_DTYPES = {"fp32": ("F32", 4), "bf16": ("BF16", 2)}  # and bytes of an item
 
 
 def packed_bytes(weight: PackedWeight) -> int:
     """Bytes of a weight in the file, padding included."""
+    if weight.grid is not None:
+        return _aligned(quantised_bytes(weight.grid, *weight.shape))
     items = math.prod(weight.shape)
     if weight.layout is Layout.TILES_OF_16:
         *experts, rows, columns = weight.shape
         items = math.prod(experts) * -(-rows // TILE_ROWS) * TILE_ROWS * columns
-    size = items * NUMPY_DTYPES[weight.dtype].itemsize
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return _aligned(items * NUMPY_DTYPES[weight.dtype].itemsize)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def weight_offsets(plan: StepPlan) -> dict[str, int]:
@@ -41,13 +48,23 @@ def weight_offsets(plan: StepPlan) -> dict[str, int]:
     return offsets
 
 
-def pack(weight: PackedWeight, values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+def pack(
+    weight: PackedWeight, values: NDArray[np.generic] | QuantisedMatrix
+) -> Iterator[NDArray[np.generic]]:
     """The weight's values in its layout and padded, in parts, so that no second whole exists."""
     written = 0
-    for part in _tiles(values) if weight.layout is Layout.TILES_OF_16 else [values]:
+    for part in _parts(weight, values):
         yield part
         written += part.nbytes
     yield np.zeros(packed_bytes(weight) - written, np.uint8)
+
+
+def _parts(
+    weight: PackedWeight, values: NDArray[np.generic] | QuantisedMatrix
+) -> Iterable[NDArray[np.generic]]:
+    if isinstance(values, QuantisedMatrix):
+        return pack_quantised(values)
+    return _tiles(values) if weight.layout is Layout.TILES_OF_16 else [values]
 
 
 def _tiles(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
@@ -67,21 +84,22 @@ def _tiles(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
 
 def write_weights(
     plan: StepPlan,
-    read: Callable[[str], NDArray[np.generic]],
+    read: Callable[[PackedWeight], NDArray[np.generic] | QuantisedMatrix],
     path: Path,
     on_written: Callable[[int], None],
 ) -> int:
     """Write all weights of a plan; returns the bytes of data, the file's header not counted.
 
-    read: gives a graph weight's values. on_written: is told the bytes of each weight written.
+    read: gives a weight's values. on_written: is told the bytes of each weight written.
     """
     offsets = weight_offsets(plan)
     header: dict[str, object] = {"__metadata__": {"layout": "llmbuild-cpu-1"}}
     for weight in plan.weights:
         begin, size = offsets[weight.name], packed_bytes(weight)
+        dtype, item_bytes = _SAFETENSORS_DTYPES.get(weight.dtype, ("U8", 1))
         header[weight.name] = {
-            "dtype": _SAFETENSORS_DTYPES[weight.dtype],
-            "shape": [size // NUMPY_DTYPES[weight.dtype].itemsize],
+            "dtype": dtype,
+            "shape": [size // item_bytes],
             "data_offsets": [begin, begin + size],
         }
     text = json.dumps(header).encode()
@@ -89,7 +107,7 @@ def write_weights(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for weight in plan.weights:
-            for part in pack(weight, read(weight.name)):
+            for part in pack(weight, read(weight)):
                 file.write(part.view(np.uint8).data)
                 on_written(part.nbytes)
     return sum(map(packed_bytes, plan.weights))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from llmbuild.quant.grid import WeightGrid
+
 
 class Rows(Enum):
     """What the number of a buffer's rows goes with."""
@@ -10,18 +12,20 @@ class Rows(Enum):
     TOKENS = "T"
     LOGIT_ROWS = "R"
     ONE = "1"
+    LONGEST = "longest"  # positions of the longest sequence that the limits allow
 
 
 @dataclass(frozen=True)
 class Buffer:
     """An activation [rows * rows_each, width], row-major, of 4-byte items. `name` is the graph
-    value's. rows_each: 1, or the experts of a token."""
+    value's. rows_each: 1, or the experts of a token. dtype: "int8_rows" are int8 activations with
+    their scales and sums (plugins/common/int8_rows.h), whose width counts 4 bytes as an item."""
 
     name: str
     rows: Rows
     width: int
     rows_each: int = 1
-    dtype: str = "fp32"  # or "int32"
+    dtype: str = "fp32"  # or "int32", or "int8_rows"
 
     @property
     def count(self) -> "Count":
@@ -72,16 +76,19 @@ class Layout(Enum):
 
     ROWS = "rows"  # as in the checkpoint, row-major
     TILES_OF_16 = "tiles_of_16"  # [ceil(N / 16)][K][16], padded with zero rows; experts in turn
+    CODES = "codes"  # a quantised matrix: tiles of 16 rows, groups with their scales (pack_codes)
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight of the graph as the kernels read it. dtype: "fp32" or "bf16"."""
+    """A weight of the graph as the kernels read it. dtype: "fp32", "bf16", or "int4", "int8" of a
+    quantised matrix, which is named without its parts' suffix and has a grid."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     layout: Layout
+    grid: WeightGrid | None = None
 
 
 @dataclass(frozen=True)

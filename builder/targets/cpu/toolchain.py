@@ -38,11 +38,13 @@ _FLAGS = [
     "-frandom-seed=llmbuild",
     "-Wl,--build-id=sha1",  # of the contents, so as reproducible as they are
 ]
-_MARCH = {
-    "x86-64-v4": "x86-64-v4",
-    "x86-64-v3": "x86-64-v3",
-    "x86-64": "x86-64",
-    "aarch64": "armv8-a",
+_LEVEL_FLAGS = {
+    "x86-64-v4-vnni": ["-march=x86-64-v4", "-mavx512vnni"],
+    "x86-64-v4": ["-march=x86-64-v4"],
+    "x86-64-v3-vnni": ["-march=x86-64-v3", "-mavxvnni"],
+    "x86-64-v3": ["-march=x86-64-v3"],
+    "x86-64": ["-march=x86-64"],
+    "aarch64": ["-march=armv8-a"],
 }
 # They would change what is compiled without being part of the cache's key.
 _IGNORED_ENVIRONMENT = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
@@ -132,9 +134,14 @@ def resolve_levels(requested: Sequence[str]) -> list[str]:
     return [level for level in LEVELS if level in levels]
 
 
+def level_flags(level: str) -> list[str]:
+    """The compiler flags that let code use an ISA level's instructions."""
+    return list(_LEVEL_FLAGS[level])
+
+
 def flags(level: str) -> list[str]:
-    """The compiler flags of an ISA level, for the manifest; paths are left out of them."""
-    return [f"-march={_MARCH[level]}", *_FLAGS]
+    """All compiler flags of an ISA level, for the manifest; paths are left out of them."""
+    return [*level_flags(level), *_FLAGS]
 
 
 def include_dirs() -> list[Path]:

@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 
 from llmbuild.builder.graph import pipeline
 from llmbuild.builder.graph.passes.verify import verify
-from llmbuild.builder.graph.pipeline import PASSES, run_passes
+from llmbuild.builder.graph.pipeline import passes, run_passes
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.errors import InternalError
 from llmbuild.plugins.common.kv_pools import LayerPools
+from llmbuild.quant.plan import QuantPlan
 from llmbuild.runtime.batch import StepBatch
 
 # Passes that call the same torch functions on the same numbers. One matrix product for several
 # rounds differently.
-EXACT = {run.__name__ for run in PASSES} - {"merge_linears"}
+EXACT = {*passes(QuantPlan())} - {"merge_linears"}
 TOLERANCE = 1e-5  # of the largest logit: fp32's rounding through two layers
 
 
@@ -42,23 +43,23 @@ def test_no_pass_changes_a_logit_or_what_is_in_the_pools(
     pools = empty_pools(**variant)
     before = run_steps(step, read, batches, pools)
     assert np.isfinite(np.concatenate(before)).all()
-    for run in PASSES:
+    for name, run in passes(QuantPlan()).items():
         run(step)
         step.graph.sort()
         pools_after = empty_pools(**variant)
         after = run_steps(step, read, batches, pools_after)
         for one, other in zip(before, after, strict=True):
-            if run.__name__ in EXACT:
-                np.testing.assert_array_equal(one, other, run.__name__)
+            if name in EXACT:
+                np.testing.assert_array_equal(one, other, name)
             else:
-                assert np.abs(one - other).max() <= tolerance * np.abs(one).max(), run.__name__
+                assert np.abs(one - other).max() <= tolerance * np.abs(one).max(), name
         for one, other in zip(pools, pools_after, strict=True):
             for k_or_v in ("k", "v"):
                 np.testing.assert_allclose(
                     getattr(one, k_or_v).float().numpy(),
                     getattr(other, k_or_v).float().numpy(),
-                    *(0, 0) if run.__name__ in EXACT else (tolerance, tolerance),
-                    err_msg=run.__name__,
+                    *(0, 0) if name in EXACT else (tolerance, tolerance),
+                    err_msg=name,
                 )
         before, pools = after, pools_after
 
@@ -69,7 +70,7 @@ def test_every_fusion_is_placed_once_for_each_place_it_has(
     layers = plain_variant.get("num_layers", 2)
     assert kinds(lowerable(**plain_variant)) == {
         "rope_table": 1,
-        "gather_rows": 2,  # the embedding, and the rows that need logits
+        "gather_rows": 3,  # the embedding; attention's and the residual's rows that need logits
         "rms_norm": 1,  # before the first layer; every other follows an add
         "add_rms_norm": 2 * layers,
         "rope_kv_write": layers,
@@ -92,10 +93,41 @@ def test_of_two_norms_of_one_residual_the_first_is_fused_with_its_add(
 def test_linears_of_one_shared_norm_are_merged_across_attention_and_mlp(
     lowerable: Callable[..., StepGraph],
 ) -> None:
-    step = lowerable(parallel_residual=True, shared_norm=True, num_layers=1, windows=(0,))
-    names = [f"attention.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
-    sources = tuple(f"layers.0.{name}.weight" for name in names)
-    assert sources in {weight.sources for weight in step.weights.values()}
+    """But not in the last layer, whose MLP reads fewer rows."""
+    step = lowerable(parallel_residual=True, shared_norm=True)
+    merged = {weight.sources for weight in step.weights.values()}
+
+    def weights(layer: int, *names: str) -> tuple[str, ...]:
+        return tuple(f"layers.{layer}.{name}_proj.weight" for name in names)
+
+    qkv, gate_up = [f"attention.{name}" for name in "qkv"], ["mlp.gate", "mlp.up"]
+    assert {weights(0, *qkv, *gate_up), weights(1, *qkv), weights(1, *gate_up)} <= merged
+
+
+# What a layer's attention needs of every token; all else is for the wanted rows alone in the last.
+FOR_ATTENTION = {"attn_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "sinks"}
+
+
+def test_the_last_layer_computes_only_the_rows_that_need_logits(
+    lowerable: Callable[..., StepGraph], variant: dict[str, Any]
+) -> None:
+    step, last = lowerable(**variant), variant.get("num_layers", 2) - 1
+    found = Counter[str]()
+    for node in step.graph:
+        names = [str(value.name) for value in node.inputs if value is not None]
+        sources = [source for n in names if n in step.weights for source in step.weights[n].sources]
+        if not sources or node.op_type == "gather_rows":
+            continue
+        in_layer = sources[0].startswith("layers.")
+        of_all = in_layer and (
+            not sources[0].startswith(f"layers.{last}.")
+            or not FOR_ATTENTION.isdisjoint(sources[0].split("."))
+        )
+        rows = {str(value.shape[0]) for value in node.outputs if value.shape is not None}
+        assert rows - {"1"} == {"T" if of_all else "R"}, sources
+        found["T" if of_all else "R"] += 1
+    assert found["R"] >= 5  # o, gate and up, down, two norms or one, the head
+    assert found["T"] >= 2 * last + 2
 
 
 def test_post_norms_and_multipliers_stand_between_an_add_and_its_norm(
@@ -144,8 +176,9 @@ def test_the_graph_after_each_pass_can_be_dumped(
         "02-place_gated_activation.onnx": "gated_activation",
         "03-place_rope_kv_write.onnx": "rope_kv_write",
         "04-place_add_rms_norm.onnx": "add_rms_norm",
-        "05-merge_linears.onnx": "Split",
+        "06-merge_linears.onnx": "Split",
     }
+    assert kinds_by_file.pop("05-quantise.onnx") == kinds_by_file["04-place_add_rms_norm.onnx"]
     assert list(kinds_by_file) == list(placed)
     for name, placed_kind in placed.items():
         since = [file for file, kinds_of in kinds_by_file.items() if placed_kind in kinds_of]
@@ -161,7 +194,7 @@ def test_a_pass_that_breaks_the_contract_stops_the_build(
     def never(step: StepGraph) -> None:
         raise AssertionError("a pass ran on a broken graph")
 
-    monkeypatch.setattr(pipeline, "PASSES", (breaks, never))
+    monkeypatch.setattr(pipeline, "passes", lambda plan: {"breaks": breaks, "never": never})
     with pytest.raises(InternalError, match="lost their records"):
         run_passes(traced())
 

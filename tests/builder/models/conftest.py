@@ -3,8 +3,9 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
+    grid: None = None
 
 
 @dataclass
@@ -267,11 +269,13 @@ def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """write_gguf(saved, form=None): a saved model as an F32 GGUF file without a tokenizer, as its
-    family's, or as another one's that has the same weights. Names are those of the gguf
-    library."""
+    """write_gguf(saved, form=None, kinds=()): a saved model as a GGUF file without a tokenizer, as
+    its family's, or as another one's that has the same weights. Names are those of the gguf
+    library. kinds: types of the matrices, in turn; without them all are F32."""
 
-    def write(saved: Any, form: str | None = None) -> Path:
+    def write(
+        saved: Any, form: str | None = None, kinds: Sequence[gguf.GGMLQuantizationType] = ()
+    ) -> Path:
         how, path = GGUF_FORMS[form or saved.model.config.model_type], tmp_path / "model.gguf"
         writer = gguf.GGUFWriter(path, how.arch)
         for key, value in _metadata(saved, how).items():
@@ -283,8 +287,11 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
                 list: writer.add_array,
             }[type(value)]
             add(f"{how.arch}.{key}", value)
+        turns = cycle(kinds or [None])
         for name, tensor in _gguf_tensors(saved, how):
-            writer.add_tensor(name, tensor)
+            kind = next(turns) if tensor.ndim > 1 else None
+            data = tensor if kind is None else gguf.quants.quantize(tensor, kind)
+            writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -11,6 +11,12 @@ extern "C" void widen_scalar(const bf16* from, float* to, int count) {
 extern "C" void widen_vector(const bf16* from, float* to, int count) {
   for (int i = 0; i < count; i += kLanes) store(to + i, load(from + i));
 }
+extern "C" void widen_fp16_scalar(const fp16* from, float* to, int count) {
+  for (int i = 0; i < count; ++i) to[i] = to_float(from[i]);
+}
+extern "C" void widen_fp16_vector(const fp16* from, float* to, int count) {
+  for (int i = 0; i < count; i += kLanes) store(to + i, load(from + i));
+}
 extern "C" void widen_first(const bf16* from, float* to, int count) {
   store(to, load_first(from, count));
 }
@@ -43,6 +49,16 @@ def test_every_bf16_widens_to_the_float_of_the_same_value(library: Library, func
     widened = np.empty(65536, np.float32)
     library.call(function, patterns, widened, 65536)
     np.testing.assert_array_equal(bits(widened), np.arange(65536, dtype=np.uint32) << 16)
+
+
+@pytest.mark.parametrize("function", ["widen_fp16_scalar", "widen_fp16_vector"])
+def test_every_fp16_widens_to_the_float_of_the_same_value(library: Library, function: str) -> None:
+    values = np.arange(65536, dtype=np.uint16).view(np.float16)
+    widened = np.empty(65536, np.float32)
+    library.call(function, values, widened, 65536)
+    nan = np.isnan(values)
+    assert np.isnan(widened[nan]).all()
+    np.testing.assert_array_equal(bits(widened[~nan]), bits(values[~nan].astype(np.float32)))
 
 
 def test_partial_load_reads_only_the_lanes_asked_for(library: Library) -> None:

@@ -1,3 +1,4 @@
+import os
 import time
 
 import pytest
@@ -38,6 +39,21 @@ extern "C" int processors_of_worker(int id) {
     if (worker.id == q->id) q->count = CPU_COUNT(&mask);
   }, &query);
   return query.count;
+}
+// Steps from a thread of its own, which keeps to the processor `cpu`: does it still, afterwards?
+extern "C" int caller_stays_on(int cpu) {
+  bool stays = false;
+  std::thread([&] {
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    CPU_SET(cpu, &mask);
+    pthread_setaffinity_np(pthread_self(), sizeof(mask), &mask);
+    kept->run([](const Worker&, void*) {}, nullptr);
+    cpu_set_t after;
+    pthread_getaffinity_np(pthread_self(), sizeof(after), &after);
+    stays = CPU_EQUAL(&mask, &after);
+  }).join();
+  return stays;
 }
 extern "C" int split_is_a_partition(int n, int count) {
   int next = 0, smallest = n, largest = 0;
@@ -89,6 +105,17 @@ def test_a_pinned_team_keeps_each_worker_on_one_processor(library: Library) -> N
     library.call("start_team", 3, 1)
     assert [library.call("processors_of_worker", i) for i in range(3)] == [1, 1, 1]
     library.call("stop_team")
+
+
+def test_a_pinned_team_gives_every_caller_its_processors_back(library: Library) -> None:
+    library.call("start_team", 2, 1)
+    before = os.sched_getaffinity(0)
+    library.call("run_steps", 1)
+    assert os.sched_getaffinity(0) == before
+    for cpu in sorted(before):
+        assert library.call("caller_stays_on", cpu)
+    library.call("stop_team")
+    assert os.sched_getaffinity(0) == before
 
 
 def test_split_covers_all_units_evenly(library: Library) -> None:

@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from int8_rows import encode, quantise
 from kernel_harness import LEVELS, KernelCompiler, Library, bits
 
 WIDTHS = [1, 7, 17, 33, 576]
 OTHERS = ["Gelu", "GeluTanh", "Relu", "Relu2", "Sigmoid", "Tanh"]  # than Silu, at one width
+INT8 = [(32, 32), (96, 32), (576, 64), (160, 160)]  # (N, columns of an activation group)
 
 # gate and up are the two halves of one buffer, as a merged gate/up projection leaves them.
 SOURCE = '#include "gated_activation/cpu.h"\n' + "".join(
@@ -26,6 +28,23 @@ extern "C" void gated_{activation}(int threads, const float* both, float* y, int
 }}
 """
     for activation in OTHERS
+)
+SOURCE += "".join(
+    f"""
+extern "C" void plain_{n}_{a}(int threads, const float* both, float* y, int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    gated_activation<{n}, {2 * n + 3}, {2 * n + 3}, {n}, {activation}>(worker, both, both + {n}, y,
+                                                                       rows);
+  }});
+}}
+extern "C" void int8_{n}_{a}(int threads, const float* both, uint8_t* y, int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    gated_activation_int8<{n}, {2 * n + 3}, {2 * n + 3}, {a}, {activation}>(
+        worker, both, both + {n}, y, rows);
+  }});
+}}
+"""
+    for (n, a), activation in zip(INT8, ["Silu", "Silu", "GeluTanh", "Relu2"], strict=True)
 )
 
 
@@ -124,3 +143,26 @@ def test_a_nan_gate_stays_nan(library: Library, activation: str) -> None:
     both[0, 20] = np.nan
     y = run(library, both, 1, activation)
     np.testing.assert_array_equal(np.isnan(y[0]), np.arange(33) == 20)
+
+
+@pytest.mark.parametrize(("n", "group"), INT8)
+def test_int8_rows_are_the_rounded_result_in_any_batch_and_team(
+    library: Library, n: int, group: int
+) -> None:
+    """Of the fp32 kernel, rounded by numpy. A group is a thread's, so a row may be several's."""
+    for rows in (0, 1, 2, 13):
+        both = np.full((rows, 2 * n + 3), np.nan, np.float32)
+        both[:, : 2 * n] = np.random.default_rng(n).standard_normal((rows, 2 * n)) * 5
+        result = np.zeros((rows, n), np.float32)
+        library.call(f"plain_{n}_{group}", 1, both, result, rows)
+        expected = encode(*quantise(result, group))
+        for threads in (1, 2, 3):
+            y = np.zeros((rows + 1, expected.shape[1]), np.uint8)
+            y[rows] = 7
+            library.call(f"int8_{n}_{group}", threads, both, y, rows)
+            np.testing.assert_array_equal(y[:rows], expected)
+            assert (y[rows] == 7).all()
+        if rows:
+            alone = np.zeros_like(y[:1])
+            library.call(f"int8_{n}_{group}", 3, both[rows - 1 :].copy(), alone, 1)
+            np.testing.assert_array_equal(alone, expected[rows - 1 :])

@@ -1,11 +1,11 @@
-"""The torch reference of gather_rows against a loop over the indices."""
+"""The torch references of gather_rows and gather_quantised_rows against loops over the indices."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from llmbuild.plugins.gather_rows.op import gather_rows
+from llmbuild.plugins.gather_rows.op import gather_quantised_rows, gather_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,3 +26,33 @@ def test_each_row_is_the_tables_as_fp32(rows: int, width: int, dtype: torch.dtyp
 def test_no_index_gives_no_row() -> None:
     got = gather_rows(torch.ones(2, 3), torch.tensor([], dtype=torch.int32))
     assert got.shape == (0, 3)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("rows", "width", "groups"), [(1, 32, 1), (5, 96, 3), (17, 64, 1)])
+def test_each_row_of_a_quantised_table_is_what_its_codes_stand_for(
+    rows: int, width: int, groups: int, symmetric: bool
+) -> None:
+    rng = np.random.default_rng(rows)
+    codes = rng.integers(0, 16, (rows, width), dtype=np.uint8)
+    scales, minima = (rng.normal(0, 0.1, (rows, groups)).astype(np.float16) for _ in "ab")
+    index = [rows - 1, 0, 0, *rng.integers(0, rows, 4).tolist()]
+    got = gather_quantised_rows(
+        *map(torch.from_numpy, (codes, scales)),
+        None if symmetric else torch.from_numpy(minima),
+        torch.tensor(index, dtype=torch.int32),
+        8 if symmetric else 0,
+    )
+    assert (got.dtype, tuple(got.shape)) == (torch.float32, (len(index), width))
+    for row, chosen in zip(got.numpy(), index, strict=True):
+        for column, value in enumerate(row):
+            group = column // (width // groups)
+            code = int(codes[chosen, column]) - (8 if symmetric else 0)
+            product = np.float32(float(scales[chosen, group]) * code)
+            assert value == product + (0 if symmetric else np.float32(minima[chosen, group]))
+
+
+def test_no_index_gives_no_quantised_row() -> None:
+    codes, scales = torch.ones(2, 32, dtype=torch.uint8), torch.ones(2, 1, dtype=torch.float16)
+    got = gather_quantised_rows(codes, scales, None, torch.tensor([], dtype=torch.int32), 8)
+    assert got.shape == (0, 32)

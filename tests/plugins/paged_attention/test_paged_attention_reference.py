@@ -62,16 +62,21 @@ def check(
     rng = np.random.default_rng(sum(shape) + window)
     step, num_blocks = make_step(sequences, block_size, rng)
     pool_shape = (num_blocks, kv_heads, block_size, head_dim)
-    pools = LayerPools(*(torch.full(pool_shape, torch.nan, dtype=dtype) for _ in "kv"))
-    elsewhere = LayerPools(*(torch.full(pool_shape, torch.nan, dtype=dtype) for _ in "kv"))
+    pools, elsewhere = (LayerPools.filled(pool_shape, dtype, dtype, torch.nan) for _ in range(2))
     whole: list[list[NDArray[np.float64]]] = []
     for s, length in enumerate(step.kv_lengths):
         whole.append([])
-        for pool in (pools.k, pools.v):
-            rows = torch.from_numpy(rng.standard_normal((length, kv_heads, head_dim))).to(dtype)
+        for pool, scales in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
+            values = torch.from_numpy(rng.standard_normal((length, kv_heads, head_dim)))
+            rows = (values if scales is None else (40 * values).round()).to(dtype)
+            row_scales = torch.from_numpy(rng.uniform(0.01, 0.1, (length, kv_heads))).float()
             for p in range(length):
-                pool[step.block_tables[s, p // block_size], :, p % block_size] = rows[p]
-            whole[-1].append(rows.double().numpy())
+                block, offset = step.block_tables[s, p // block_size], p % block_size
+                pool[block, :, offset] = rows[p]
+                if scales is not None:
+                    scales[block, :, offset] = row_scales[p]
+            factors = 1 if scales is None else row_scales.double()[..., None]
+            whole[-1].append((rows.double() * factors).numpy())
     q = rng.standard_normal((len(step.positions), heads * head_dim)).astype(np.float32)
     scale = 1.7 * head_dim**-0.5
     arrays = (step.positions, step.query_start, step.kv_lengths, step.block_tables)
@@ -108,6 +113,13 @@ def test_ragged_step_with_shuffled_blocks_equals_loops(
 
 def test_keys_and_values_kept_in_bf16_are_read_as_what_they_are() -> None:
     check((6, 2, 6, 4), RAGGED, 5, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_keys_and_values_are_their_codes_times_their_scales(
+    shape: tuple[int, int, int, int],
+) -> None:
+    check(shape, RAGGED, 5, torch.int8)
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0, 1e6])

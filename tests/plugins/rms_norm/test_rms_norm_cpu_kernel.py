@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
+from int8_rows import encode, quantise
 from kernel_harness import LEVELS, KernelCompiler, Library, bits
 
 # (N, GROUP)
 SHAPES = [(1, 1), (7, 7), (17, 17), (33, 33), (576, 576), (60, 20), (12, 6), (256, 64), (14, 2)]
 PAD = 3
 EPS = 1e-5
+INT8 = [(32, 32), (96, 32), (576, 64), (160, 160)]  # (N, columns of an activation group)
 
 SOURCE = '#include "rms_norm/cpu.h"\n' + "".join(
     f"""
@@ -24,6 +26,30 @@ extern "C" void add_rms_norm_{n}_{group}(int threads, const float* x, const floa
 }}
 """
     for n, group in SHAPES
+)
+SOURCE += "".join(
+    f"""
+extern "C" void plain_{n}_{a}(int threads, const float* x, const float* w, float eps, float* y,
+                              int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    rms_norm<{n}, {n}, {n + PAD}, {n}>(worker, x, w, eps, y, rows);
+  }});
+}}
+extern "C" void int8_{n}_{a}(int threads, const float* x, const float* w, float eps, uint8_t* y,
+                             int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    rms_norm_int8<{n}, {a}, {n + PAD}>(worker, x, w, eps, y, rows);
+  }});
+}}
+extern "C" void add_int8_{n}_{a}(int threads, const float* x, const float* residual,
+                                 const float* w, float eps, float* sum, uint8_t* y, int rows) {{
+  with_team(threads, [&](const Worker& worker) {{
+    add_rms_norm_int8<{n}, {n + PAD}, {n + 1}, {n + 2}, {a}>(worker, x, residual, w, eps, sum, y,
+                                                             rows);
+  }});
+}}
+"""
+    for n, a in INT8
 )
 
 
@@ -99,4 +125,55 @@ def test_norm_of_a_row_has_the_same_bits_in_any_batch_and_team(
     np.testing.assert_array_equal(run(x, 3), together)
     for row in range(13):
         alone = run(x[row : row + 1].copy(), 2)
+        np.testing.assert_array_equal(alone, together[row : row + 1])
+
+
+def int8_rows_of(library: Library, x: np.ndarray, group: int) -> np.ndarray:
+    """What numpy makes of the fp32 kernel's own result."""
+    rows, n = len(x), x.shape[1] - PAD
+    normed = np.zeros((rows, n), np.float32)
+    library.call(f"plain_{n}_{group}", 1, x, weight_of(n), EPS, normed, rows)
+    assert np.isfinite(normed).all()
+    return encode(*quantise(normed, group))
+
+
+@pytest.mark.parametrize(("n", "group"), INT8)
+def test_norm_as_int8_rows_is_the_rounded_norm(library: Library, n: int, group: int) -> None:
+    for rows in (0, 1, 2, 13):
+        x = rows_of(n, rows)
+        expected = int8_rows_of(library, x, group)
+        for threads in (1, 2, 3):
+            y = np.zeros((rows + 1, expected.shape[1]), np.uint8)
+            y[rows] = 7
+            library.call(f"int8_{n}_{group}", threads, x, weight_of(n), EPS, y, rows)
+            np.testing.assert_array_equal(y[:rows], expected)
+            assert (y[rows] == 7).all()
+
+
+@pytest.mark.parametrize(("n", "group"), INT8)
+def test_norm_after_an_addition_as_int8_rows_is_the_rounded_norm_of_the_sum(
+    library: Library, n: int, group: int
+) -> None:
+    for rows in (0, 1, 2, 13):
+        x = rows_of(n, rows)
+        residual = np.random.default_rng(9).standard_normal((rows, n + 1)).astype(np.float32)
+        total = np.full((rows, n + 2), 7.0, np.float32)
+        padded = np.zeros_like(x)
+        padded[:, :n] = x[:, :n] + residual[:, :n]
+        expected = int8_rows_of(library, padded, group)
+        y = np.zeros((rows, expected.shape[1]), np.uint8)
+        library.call(f"add_int8_{n}_{group}", 2, x, residual, weight_of(n), EPS, total, y, rows)
+        np.testing.assert_array_equal(bits(total[:, :n]), bits(padded[:, :n].copy()))
+        assert (total[:, n:] == 7.0).all()
+        np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize(("n", "group"), INT8)
+def test_an_int8_row_has_the_same_bytes_in_any_batch(library: Library, n: int, group: int) -> None:
+    x = rows_of(n, 13)
+    together = np.zeros((13, int8_rows_of(library, x, group).shape[1]), np.uint8)
+    library.call(f"int8_{n}_{group}", 3, x, weight_of(n), EPS, together, 13)
+    for row in range(13):
+        alone = np.zeros_like(together[:1])
+        library.call(f"int8_{n}_{group}", 2, x[row : row + 1].copy(), weight_of(n), EPS, alone, 1)
         np.testing.assert_array_equal(alone, together[row : row + 1])

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from int8_rows import quantise
 from kernel_harness import Step, make_step
 from numpy.typing import NDArray
 
@@ -60,10 +61,7 @@ def make(shape: Shape, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         for name, width in widths.items()
     }
     pool_shape = (num_blocks, kv_heads, block_size, head_dim)
-    empty = [
-        LayerPools(*(torch.full(pool_shape, torch.nan, dtype=dtype) for _ in "kv"))
-        for _ in range(3)
-    ]
+    empty = [LayerPools.filled(pool_shape, dtype, dtype, torch.nan) for _ in range(3)]
     return case | {"step": step, "pools": empty, "angles": angles_of(step.positions, head_dim)}
 
 
@@ -115,6 +113,23 @@ def test_kv_write_fills_each_tokens_slot_of_its_layer_and_no_other(
     for layer in (0, 2):
         assert case["pools"][layer].k.isnan().all()
         assert case["pools"][layer].v.isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kv_write_rounds_to_int8_as_numpy_does(shape: Shape) -> None:
+    case, head_dim = make(shape, torch.int8), shape[2]
+    case["k"][0] = 0
+    with bind_kv_pools(case["pools"]):
+        kv_write(*(torch.from_numpy(case[n]) for n in "kv"), *where(case["step"]), layer=1)
+    pools = case["pools"][1]
+    for name, pool, scales in (("k", pools.k, pools.k_scale), ("v", pools.v, pools.v_scale)):
+        expected, expected_scales = quantise(case[name].reshape(-1, head_dim), head_dim)
+        slots = case["step"].slots(shape[3])
+        codes = np.stack([pool[block, :, offset].numpy() for block, offset in slots])
+        np.testing.assert_array_equal(codes.reshape(expected.shape), expected)
+        written = np.stack([scales[block, :, offset].numpy() for block, offset in slots])
+        np.testing.assert_array_equal(written.reshape(expected_scales.shape), expected_scales)
+        assert (~scales.isnan()).sum() == written.size  # and no other slot
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -53,13 +53,14 @@ def test_calls_of_a_known_model_with_their_templates(plan_of: Callable[..., Step
         ("linear", ("float", 40, 20, 20, 40)),
         ("rope_kv_write", ("float", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "false", 4)),
         ("paged_attention", ("float", 6, 2, 4, BLOCK_SIZE, 24, 24, "false", "false")),
+        ("gather_rows", ("float", 24, 24)),
         ("linear", ("float", 20, 24, 24, 20)),
+        ("gather_rows", ("float", 20, 20)),
         ("add_rms_norm", (20, 20, 20, 20, 20)),
         ("linear", ("float", 38, 20, 20, 38)),
         ("gated_activation", (19, 38, 38, 19, "Silu")),
         ("linear", ("float", 20, 19, 19, 20)),
         ("add_rms_norm", (20, 20, 20, 20, 20)),
-        ("gather_rows", ("float", 20, 20)),
         ("linear", ("float", 37, 20, 20, 37)),
     ]
 
@@ -69,9 +70,12 @@ def test_qk_norm_and_dtypes_reach_the_templates(plan_of: Callable[..., StepPlan]
     for call in calls(plan, "rope_kv_write"):
         assert call.template == ("bf16", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "true", 4)
     assert {call.template[0] for call in calls(plan, "linear")} == {"bf16"}
-    embedding, wanted_rows = calls(plan, "gather_rows")
+    embedding, *wanted_rows = calls(plan, "gather_rows")
     assert embedding.template == ("bf16", 20, 20)
-    assert wanted_rows.template == ("float", 20, 20)  # of activations
+    assert [call.template[0] for call in wanted_rows] == ["float"] * 2  # of activations
+    rounded = plan_of("bf16", kv_dtype="int8")
+    for kernel in ("rope_kv_write", "paged_attention"):
+        assert {call.template[0] for call in calls(rounded, kernel)} == {"int8_t"}
     mixed = plan_of("bf16", kv_dtype="fp32")
     assert {call.template[0] for call in calls(mixed, "paged_attention")} == {"float"}
 
@@ -89,10 +93,13 @@ def test_arguments_are_the_layers_own(plan_of: Callable[..., StepPlan]) -> None:
         ]
         assert (eps, k_pool, v_pool) == (1e-3, Pool(layer, "k"), Pool(layer, "v"))
         attention = calls(plan, "paged_attention")[layer]
-        *given, out, soft_cap, sinks = attention.arguments
+        *given, out, soft_cap, sinks, parts, count = attention.arguments
         assert given == [Batch(), turned, k_pool, v_pool, 0.5, (0, 7)[layer]]
         assert (soft_cap, sinks) == (0.0, None)
         assert attention.writes == (out.buffer,)
+        # 6 heads over 128 keys each: 16 values and 2 sums.
+        assert (parts.buffer.rows, parts.buffer.width) == (Rows.LONGEST, 1)
+        assert count == Count(Rows.LONGEST, rows_each=1)
 
 
 def test_split_gives_columns_of_the_merged_result(plan_of: Callable[..., StepPlan]) -> None:
@@ -102,16 +109,24 @@ def test_split_gives_columns_of_the_merged_result(plan_of: Callable[..., StepPla
     assert [(v.column, v.width, v.stride) for v in (gate, up)] == [(0, 19, 38), (19, 19, 38)]
 
 
-def test_rows_that_need_logits_are_gathered_before_the_head(
+def test_rows_that_need_logits_are_gathered_after_the_last_attention(
     plan_of: Callable[..., StepPlan],
 ) -> None:
+    """Those of its result and of the residual; all that follows is for them alone."""
     plan = plan_of()
-    gather, head = plan.calls[-2:]
-    source, index, rows, count = gather.arguments
-    assert source.buffer.rows is Rows.TOKENS
-    assert (index, count) == (StepInput("logit_rows"), Count(Rows.LOGIT_ROWS))
-    assert rows.buffer.rows is Rows.LOGIT_ROWS
-    assert head.arguments[0] == rows
+    _, *gathers = calls(plan, "gather_rows")
+    attention = calls(plan, "paged_attention")[-1]
+    for gather, width in zip(gathers, (24, 20), strict=True):
+        source, index, rows, count = gather.arguments
+        assert (source.buffer.rows, rows.buffer.rows) == (Rows.TOKENS, Rows.LOGIT_ROWS)
+        assert (source.width, rows.width) == (width, width)
+        assert (index, count) == (StepInput("logit_rows"), Count(Rows.LOGIT_ROWS))
+    assert gathers[0].arguments[0].buffer in attention.writes
+    after = plan.calls[plan.calls.index(attention) + 1 :]
+    assert {call.writes[0].rows for call in after} == {Rows.LOGIT_ROWS}
+    before = plan.calls[: plan.calls.index(attention)]
+    assert {buffer.rows for call in before for buffer in call.writes} == {Rows.TOKENS}
+    head = plan.calls[-1]
     assert head.writes == (plan.logits,) == (Buffer("logits", Rows.LOGIT_ROWS, 37),)
     assert head.arguments[-1] == Count(Rows.LOGIT_ROWS)
 
@@ -163,7 +178,8 @@ def test_weights_are_listed_once_in_the_order_of_their_first_use(
 def test_every_buffer_is_written_before_it_is_read(plan_of: Callable[..., StepPlan]) -> None:
     written: set[Buffer] = set()
     for call in plan_of(qk_norm="head").calls:
-        assert call.buffers - set(call.writes) <= written
+        read = {buffer for buffer in call.buffers if buffer.rows is not Rows.LONGEST}
+        assert read - set(call.writes) <= written  # LONGEST: memory within a call
         assert not set(call.writes) & written  # each is written once
         written.update(call.writes)
 
@@ -172,7 +188,7 @@ def test_soft_cap_and_sinks_reach_attention(plan_of: Callable[..., StepPlan]) ->
     plan = plan_of(attention_soft_cap=1.5, attention_sinks=True)
     for layer, call in enumerate(calls(plan, "paged_attention")):
         assert call.template[-2:] == ("true", "true")
-        *_, soft_cap, sinks = call.arguments
+        *_, soft_cap, sinks, _, _ = call.arguments
         name = f"layers.{layer}.attention.sinks"
         assert (soft_cap, sinks) == (1.5, PackedWeight(name, (6,), "fp32", Layout.ROWS))
 

@@ -40,6 +40,7 @@ FEATURE_OF_MACRO = {
     "__AVX512F__": "avx512f",
     "__AVX512VL__": "avx512vl",
     "__AVX512VNNI__": "avx512_vnni",
+    "__AVXVNNI__": "avx_vnni",
     "__AVX__": "avx",
     "__BMI2__": "bmi2",
     "__BMI__": "bmi1",
@@ -86,13 +87,15 @@ def answer(library: Path) -> int:
 @pytest.mark.parametrize("level", supported_levels())
 def test_compiled_code_runs_on_its_level(tmp_path: Path, level: str) -> None:
     source = EXPORT + (
-        "int answer() {\n#if defined __AVX512F__\n  return 4;\n#elif defined __AVX2__\n"
-        "  return 3;\n#else\n  return 1;\n#endif\n}\n"
+        "int answer() {\n#if defined __AVX512VNNI__\n  return 5;\n"
+        "#elif defined __AVX512F__\n  return 4;\n#elif defined __AVXVNNI__\n  return 3;\n"
+        "#elif defined __AVX2__\n  return 2;\n#else\n  return 1;\n#endif\n}\n"
     )
     record = compile(source, level, tmp_path / "out.so")
     assert not record.cached
     assert record.seconds > 0
-    assert answer(tmp_path / "out.so") == {"x86-64-v4": 4, "x86-64-v3": 3}.get(level, 1)
+    ranks = {"x86-64-v4-vnni": 5, "x86-64-v4": 4, "x86-64-v3-vnni": 3, "x86-64-v3": 2}
+    assert answer(tmp_path / "out.so") == ranks.get(level, 1)
 
 
 @pytest.mark.parametrize("level", HERE)

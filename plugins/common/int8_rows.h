@@ -1,0 +1,130 @@
+// Activations as rows of int8 with one fp32 scale for every A neighbouring columns.
+#pragma once
+
+#include "dot.h"
+#include "dtype.h"
+#include "vec_math.h"
+
+namespace llmbuild {
+
+// Layout of a row of K columns: x = scale * code. One row serves weights of every grid, since it
+// also holds the sums that a weight's zero point or minimum is multiplied with.
+template <int K, int A>
+struct Int8Row {
+  static constexpr int SUM_COLUMNS = 32;  // a sum is over so many
+  static_assert(A % SUM_COLUMNS == 0 && K % A == 0, "A must be a multiple of 32 that divides K");
+  static constexpr int GROUPS = K / A;
+  static constexpr int SUMS = K / SUM_COLUMNS;
+
+  // int8 codes[K], from -127 to 127
+  // float scales[GROUPS]
+  // int32 negated_sums[SUMS]: minus the sum of the codes
+  // float scaled_sums[SUMS]: the sum of the codes times their scale
+  static constexpr int SCALES = K;
+  static constexpr int NEGATED_SUMS = SCALES + 4 * GROUPS;
+  static constexpr int SCALED_SUMS = NEGATED_SUMS + 4 * SUMS;
+  static constexpr int BYTES = (SCALED_SUMS + 4 * SUMS + 63) / 64 * 64;
+
+  static LLMBUILD_INLINE const float* scales(const uint8_t* row) {
+    return reinterpret_cast<const float*>(row + SCALES);
+  }
+  static LLMBUILD_INLINE const int32_t* negated_sums(const uint8_t* row) {
+    return reinterpret_cast<const int32_t*>(row + NEGATED_SUMS);
+  }
+  static LLMBUILD_INLINE const float* scaled_sums(const uint8_t* row) {
+    return reinterpret_cast<const float*>(row + SCALED_SUMS);
+  }
+};
+
+// The nearest integers, ties to even. Instructions, so that no compiler fuses the product that is
+// rounded with an addition that rounds.
+LLMBUILD_INLINE NativeI32 round_to_int(NativeF32 x) {
+#if defined(__AVX512F__)
+  return (NativeI32)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);  // the plain form draws warnings
+#elif defined(__AVX__)
+  return (NativeI32)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+  return (NativeI32)_mm_cvtps_epi32((__m128)x);
+#else
+  NativeI32 rounded;
+  for (int i = 0; i < kNativeLanes; ++i) rounded[i] = int32_t(__builtin_rintf(x[i]));
+  return rounded;
+#endif
+}
+
+// Of lanes that are no negative numbers, the larger; a NaN is above all numbers.
+template <class V>
+LLMBUILD_INLINE V larger(V a, V b) {
+  typedef int32_t Bits __attribute__((vector_size(sizeof(V))));
+  return (V)((Bits)a > (Bits)b ? (Bits)a : (Bits)b);
+}
+
+template <class V>
+LLMBUILD_INLINE float largest_lane(V v) {
+  if constexpr (sizeof(V) == sizeof(f32x4)) {
+    const f32x4 pairs = larger(v, f32x4(__builtin_shufflevector(v, v, 2, 3, 0, 1)));
+    return larger(pairs, f32x4(__builtin_shufflevector(pairs, pairs, 1, 0, 3, 2)))[0];
+  } else {
+    const auto pair = halves(v);
+    return largest_lane(larger(pair.lo, pair.hi));
+  }
+}
+
+// The largest magnitude of COUNT values (a multiple of 16); NaN if one of them is.
+template <int COUNT>
+LLMBUILD_INLINE float largest_magnitude(const float* x) {
+  NativeF32 largest{};
+  for (int i = 0; i < COUNT; i += kNativeLanes) {
+    largest = larger(largest, absolute(load<NativeF32>(x + i)));
+  }
+  return largest_lane(largest);
+}
+
+// Stores the low byte of every lane. Instructions, where g++ 12 would take the lanes one by one.
+LLMBUILD_INLINE void store_bytes(uint8_t* to, NativeI32 lanes) {
+#if defined(__AVX512F__) || !defined(__SSE2__)
+  typedef int8_t Bytes __attribute__((vector_size(kNativeLanes)));
+  const Bytes bytes = __builtin_convertvector(lanes, Bytes);
+#else
+  const NativeI32 low = lanes & 0xff;
+  const __m128i* parts = reinterpret_cast<const __m128i*>(&low);
+  const __m128i words = _mm_packs_epi32(parts[0], parts[kNativeLanes / 4 - 1]);
+  const __m128i bytes = _mm_packus_epi16(words, words);
+#endif
+  std::memcpy(to, &bytes, kNativeLanes);
+}
+
+// Writes group `group` of a row from the A values at x: code = x * (127 / largest) rounded half to
+// even, scale = largest / 127. Codes are 0 where 127 / largest isn't finite: a group of zeros (or
+// of less than 4e-37), and one with an infinity or NaN, which the scale passes on.
+template <int K, int A>
+LLMBUILD_INLINE void quantise_group(const float* x, int group, uint8_t* row) {
+  using Row = Int8Row<K, A>;
+  const float largest = largest_magnitude<A>(x);
+  const float scale = largest / 127.0f, inverse = 127.0f / largest;
+  const bool finite = inverse <= std::numeric_limits<float>::max();
+  const NativeF32 factor = splat<NativeF32>(finite ? inverse : 0.0f);
+  std::memcpy(row + Row::SCALES + 4 * group, &scale, sizeof(scale));
+  for (int i = 0; i < A; i += Row::SUM_COLUMNS) {
+    NativeI32 sums{};
+    for (int j = i; j < i + Row::SUM_COLUMNS; j += kNativeLanes) {
+      const NativeI32 codes = round_to_int(load<NativeF32>(x + j) * factor);
+      store_bytes(row + group * A + j, codes);
+      sums += codes << 24 >> 24;  // as stored, of what is no number, too
+    }
+    const float sum = lane_sum(to_float(sums));  // exact: below 2^24
+    const int32_t negated_sum = -int32_t(sum);
+    const float scaled_sum = scale * sum;
+    const int at = 4 * ((group * A + i) / Row::SUM_COLUMNS);
+    std::memcpy(row + Row::NEGATED_SUMS + at, &negated_sum, sizeof(negated_sum));
+    std::memcpy(row + Row::SCALED_SUMS + at, &scaled_sum, sizeof(scaled_sum));
+  }
+}
+
+// Writes a whole row from the K values at x. Bytes past its sums are left alone.
+template <int K, int A>
+LLMBUILD_INLINE void quantise_row(const float* x, uint8_t* row) {
+  for (int group = 0; group < K / A; ++group) quantise_group<K, A>(x + group * A, group, row);
+}
+
+}  // namespace llmbuild

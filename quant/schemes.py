@@ -1,0 +1,25 @@
+"""Quantisation schemes by name: what weights and the activations that meet them become."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """weight_bits: 4 or 8, or None for the codes that the checkpoint stores. int8_activations:
+    activations are rounded to int8 as they come, in groups of a row; otherwise they stay fp32."""
+
+    weight_bits: int | None
+    int8_activations: bool
+
+
+SchemeName = Literal["w4a8", "w4a16", "w8a8", "w8a16", "stored-a8", "stored-a16"]
+
+SCHEMES: dict[str, Scheme] = {
+    "w4a8": Scheme(4, True),
+    "w4a16": Scheme(4, False),
+    "w8a8": Scheme(8, True),
+    "w8a16": Scheme(8, False),
+    "stored-a8": Scheme(None, True),
+    "stored-a16": Scheme(None, False),
+}

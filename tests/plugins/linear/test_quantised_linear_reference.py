@@ -1,0 +1,57 @@
+"""The torch reference of quantised_linear against float64 sums over the whole numbers."""
+
+import numpy as np
+import pytest
+import torch
+from int8_rows import quantise
+
+from llmbuild.plugins.linear.op import linear, quantised_linear
+
+EPS = 2.0**-24
+
+
+@pytest.mark.parametrize("activation_group", [0, 32, 96])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "n", "k", "group"), [(1, 1, 96, 96), (3, 7, 96, 32)])
+def test_whole_numbers_are_multiplied_and_scaled(
+    rows: int, n: int, k: int, group: int, bits: int, symmetric: bool, activation_group: int
+) -> None:
+    rng = np.random.default_rng(n + bits)
+    x = rng.standard_normal((rows, k)).astype(np.float32)
+    codes = rng.integers(0, 1 << bits, (n, k), dtype=np.uint8)
+    scales, minima = (rng.normal(0, 0.1, (n, k // group)).astype(np.float16) for _ in "ab")
+    bias = rng.standard_normal(n).astype(np.float32)
+    zero = 1 << (bits - 1) if symmetric else 0
+    for with_bias in (True, False):
+        got = quantised_linear(
+            *map(torch.from_numpy, (x, codes, scales)),
+            None if symmetric else torch.from_numpy(minima),
+            torch.from_numpy(bias) if with_bias else None,
+            zero,
+            activation_group,
+        )
+        assert (got.dtype, tuple(got.shape)) == (torch.float32, (rows, n))
+        weight = (codes.astype(np.float64) - zero) * np.repeat(scales.astype(np.float64), group, 1)
+        if not symmetric:
+            weight += np.repeat(minima.astype(np.float64), group, 1)
+        inputs = x.astype(np.float64)
+        if activation_group:
+            whole, steps = quantise(x, activation_group)
+            inputs = whole * np.repeat(steps.astype(np.float64), activation_group, 1)
+        expected = inputs @ weight.T + (bias if with_bias else 0)
+        bound = (k + 4) * EPS * (np.abs(inputs) @ np.abs(weight).T + np.abs(bias)).max()
+        assert np.abs(got.numpy() - expected).max() <= bound
+
+
+def test_rounded_activations_differ_from_those_as_they_are() -> None:
+    """By about 1 / 254 of the largest, so the attribute isn't ignored."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.standard_normal((2, 64)).astype(np.float32))
+    codes = torch.from_numpy(rng.integers(0, 16, (3, 64), dtype=np.uint8))
+    scales = torch.ones(3, 2, dtype=torch.float16)
+    plain = linear(x, codes.float() - 8, None)
+    as_it_is = quantised_linear(x, codes, scales, None, None, 8, 0)
+    rounded = quantised_linear(x, codes, scales, None, None, 8, 32)
+    torch.testing.assert_close(as_it_is, plain, rtol=0, atol=1e-4)
+    assert 1e-3 < (rounded - plain).abs().max() < 1
