@@ -23,8 +23,16 @@ from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.build import build_cpu
 from llmbuild.builder.verify import verify_engine
+from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader
-from llmbuild.runtime.manifest import SCHEMA_VERSION, KVLayer, KVLayout, Limits, Manifest
+from llmbuild.runtime.manifest import (
+    SCHEMA_VERSION,
+    KVLayer,
+    KVLayout,
+    Limits,
+    Manifest,
+    QuantisedTensor,
+)
 from llmbuild.version import __version__
 
 
@@ -77,6 +85,7 @@ def compile(
             model=asdict(config),
             vocab_size=config.vocab_size,
             precision=resolved.precision,
+            quantised=_quantised(plan),
             target=built.target,
             limits=limits,
             buckets=list(resolved.buckets),
@@ -122,6 +131,18 @@ def _state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> N
     text = effective_yaml(resolved)
     progress.note("effective recipe:\n" + "".join(f"  {line}\n" for line in text.splitlines()))
     (root / "recipe.yaml").write_text(text)
+
+
+def _quantised(plan: QuantPlan) -> dict[str, QuantisedTensor]:
+    return {
+        name: QuantisedTensor(
+            bits=grid.bits,
+            group_size=grid.group_size,
+            symmetric=grid.symmetric,
+            activation_group=plan.activation_groups.get(name, 0),
+        )
+        for name, grid in plan.weights.items()
+    }
 
 
 def _limits(resolved: ResolvedRecipe) -> Limits:

@@ -7,8 +7,8 @@ import onnx_ir as ir
 from llmbuild.builder.graph.passes.rewrite import nodes_of, users
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.recipe import ROW, UNQUANTISED, Quantisation
-from llmbuild.quant.plan import Candidate, QuantPlan, make_plan
+from llmbuild.builder.recipe import ROW, UNQUANTISED, Precisions, Quantisation
+from llmbuild.quant.plan import Candidate, QuantPlan, Rule, make_plan
 from llmbuild.quant.schemes import SCHEMES
 
 
@@ -21,19 +21,21 @@ def plan_quantisation(
     embedding that isn't the head as well) change only where their stored codes are kept.
     Raises RecipeError, naming the tensors, when the grid doesn't fit.
     """
-    if quantisation.scheme == UNQUANTISED:
-        return QuantPlan()
-    scheme = SCHEMES[quantisation.scheme]
-    names = list(_linear_weights(step))
-    if scheme.weight_bits is None:
-        names += _tables(step)
+    rules = [_rule(override.match, override) for override in quantisation.overrides]
+    if quantisation.scheme != UNQUANTISED:
+        rules.append(_rule("*", quantisation))
+    linears = dict.fromkeys(_linear_weights(step))
     candidates = [
-        Candidate(name, step.weights[name].shape, weights.stored_grid(name))
-        for name in dict.fromkeys(names)
+        Candidate(name, step.weights[name].shape, weights.stored_grid(name), name not in linears)
+        for name in dict.fromkeys([*linears, *_tables(step)])
     ]
-    group_size = quantisation.group_size
-    columns = 0 if group_size in (ROW, None) else int(group_size)
-    return make_plan(scheme, columns, bool(quantisation.symmetric), candidates)
+    return make_plan(rules, candidates)
+
+
+def _rule(match: str, choice: Precisions) -> Rule:
+    scheme = None if choice.scheme == UNQUANTISED else SCHEMES[choice.scheme]
+    group_size = 0 if choice.group_size in (ROW, None) else int(choice.group_size)
+    return Rule(match, scheme, group_size, choice.symmetric is not False)
 
 
 def _linear_weights(step: StepGraph) -> Iterator[str]:

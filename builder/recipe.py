@@ -166,7 +166,9 @@ class KVCache(Section):
     )
 
 
-class Quantisation(Section):
+class Precisions(Section):
+    """A scheme and its grid."""
+
     scheme: str = Field(default=UNQUANTISED, description=f"{UNQUANTISED}, {', '.join(SCHEMES)}")
     group_size: Annotated[int, Field(ge=GROUP_UNIT)] | Literal["row"] | None = Field(
         default=None, description=f"a multiple of {GROUP_UNIT}, or {ROW}"
@@ -198,6 +200,34 @@ class Quantisation(Section):
     @property
     def int8_activations(self) -> bool:
         return self.scheme != UNQUANTISED and SCHEMES[self.scheme].int8_activations
+
+    def resolved(self) -> dict[str, Any]:
+        """As written, with the grid's defaults filled."""
+        content = self.model_dump(exclude_none=True)
+        bits = _weight_bits(self.scheme)
+        if bits is not None:
+            content.setdefault("group_size", DEFAULT_GROUP_SIZES[bits])
+            content.setdefault("symmetric", True)
+        return content
+
+
+class Override(Precisions):
+    match: str
+
+
+class Quantisation(Precisions):
+    overrides: Annotated[tuple[Override, ...], BeforeValidator(_listed)] = Field(
+        default=(),
+        description="a list of mappings with the keys match (a glob of tensor names), scheme, "
+        "group_size, symmetric",
+    )
+
+    @property
+    def int8_activations(self) -> bool:
+        return super().int8_activations or any(o.int8_activations for o in self.overrides)
+
+    def resolved(self) -> dict[str, Any]:
+        return super().resolved() | {"overrides": [o.resolved() for o in self.overrides]}
 
 
 def _weight_bits(scheme: str) -> int | None:
@@ -231,7 +261,7 @@ class Recipe(Section):
     quantisation: Annotated[Quantisation, BeforeValidator(_scheme)] = Field(
         default=Quantisation(),
         description=f"a scheme ({UNQUANTISED}, {', '.join(SCHEMES)}), or a mapping with the keys "
-        "scheme, group_size, symmetric",
+        "scheme, group_size, symmetric, overrides",
     )
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
@@ -294,20 +324,9 @@ class Recipe(Section):
         content["buckets"] = self.buckets or tuple(
             bucket for bucket in DEFAULT_BUCKETS if bucket <= max_sequences
         )
-        content["quantisation"] = self._resolved_quantisation()
+        content["quantisation"] = self.quantisation.resolved()
         content["verify"] = {"tolerance": self.verify.tolerance or self._default_tolerance()}
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
-
-    def _resolved_quantisation(self) -> dict[str, Any]:
-        given = self.quantisation
-        bits = _weight_bits(given.scheme)
-        if bits is None:
-            return given.model_dump()
-        return {
-            "scheme": given.scheme,
-            "group_size": given.group_size or DEFAULT_GROUP_SIZES[bits],
-            "symmetric": True if given.symmetric is None else given.symmetric,
-        }
 
     def _default_tolerance(self) -> float:
         if self.quantisation.int8_activations:

@@ -18,6 +18,7 @@ UNSUPPORTED_VALUES: dict[str, set[object]] = {
 }
 
 MAX_SHOWN_CHARACTERS = 80
+_OF_ITEMS = {"extra_forbidden", "invalid_key", "missing"}  # in a list, whose keys have no paths
 
 
 def problem(text: str, loc: tuple[str, ...] | None = None) -> PydanticCustomError:
@@ -51,6 +52,8 @@ def _location(details: ErrorDetails) -> tuple[int | str, ...]:
 def _line(details: ErrorDetails, schema: type[BaseModel], content: Any) -> str:
     keys, given = _locate(_location(details), content)
     path = ".".join(map(_key_text, keys))
+    if len(keys) < len(_location(details)) and details["type"] in _OF_ITEMS:
+        return f"{path}: given {_shown(given)}; allowed: {_allowed(keys, schema)}"
     match details["type"]:
         case "extra_forbidden" | "invalid_key":
             return f"{path}: {_unknown_key(path, str(keys[-1]), schema)}"

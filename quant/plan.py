@@ -1,62 +1,109 @@
 """The quantisation plan: the one answer to what precision each weight has."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from llmbuild.errors import RecipeError
 from llmbuild.quant.grid import GROUP_UNIT, WeightGrid
 from llmbuild.quant.schemes import Scheme
 
+WIDEST_ACTIVATION_GROUP = 64
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the matrices whose names a glob matches; scheme None leaves them as they
+    are. group_size and symmetric are a grid's, for schemes that don't keep stored codes."""
+
+    match: str
+    scheme: Scheme | None
+    group_size: int = 0
+    symmetric: bool = True
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix that may be quantised. stored: the grid that the checkpoint keeps it on, if any."""
+    """A matrix that may be quantised. stored: the grid that the checkpoint keeps it on, if any.
+    is_table: no linear reads it, so only codes that are stored are worth keeping."""
 
     name: str
     shape: tuple[int, ...]
     stored: WeightGrid | None
+    is_table: bool = False
 
 
 @dataclass(frozen=True)
 class QuantPlan:
     """weights: grid of each quantised tensor by canonical name; all others stay as they are.
-    activation_group: columns of a row that share a scale where activations meet a quantised
-    weight in int8; 0 where they stay fp32."""
+    activation_groups: of those that meet int8 activations, how many columns of a row share the
+    activations' scale; with the others, activations stay fp32."""
 
     weights: Mapping[str, WeightGrid] = field(default_factory=dict)
-    activation_group: int = 0
+    activation_groups: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_plan(
-    scheme: Scheme, group_size: int, symmetric: bool, candidates: Iterable[Candidate]
-) -> QuantPlan:
-    """The plan of a scheme over the matrices that linears read.
+def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPlan:
+    """The plan for the candidates, each under the first rule that matches it.
 
-    Raises RecipeError that names every tensor on which the grid doesn't fit, with the group sizes
-    that would.
+    Raises RecipeError for a rule that matches nothing, for stored codes that aren't there, and for
+    a grid that doesn't fit, naming every tensor with the group sizes that would.
     """
     candidates = list(candidates)
-    if scheme.weight_bits is None:
-        weights = {each.name: each.stored for each in candidates if each.stored is not None}
-        if not weights:
+    _check_matches(rules, candidates)
+    weights: dict[str, WeightGrid] = {}
+    activation_groups: dict[str, int] = {}
+    misfits: list[str] = []
+    for each in candidates:
+        rule = next((rule for rule in rules if fnmatchcase(each.name, rule.match)), None)
+        grid = None if rule is None else _grid(rule, each)
+        if rule is None or rule.scheme is None or grid is None:
+            continue
+        if not grid.fits(each.shape[1]):
+            misfits.append(_misfit(grid, each))
+            continue
+        weights[each.name] = grid
+        if rule.scheme.int8_activations:
+            activation_groups[each.name] = activation_group(grid, each.shape[1])
+    if misfits:
+        raise RecipeError("\n  ".join(["quantisation: the grid doesn't fit:", *misfits]))
+    if not weights and any(rule.scheme and rule.scheme.weight_bits is None for rule in rules):
+        raise RecipeError(
+            "quantisation.scheme keeps the codes that the checkpoint stores, and it stores no "
+            "linear's weights as Q4_0, Q4_1 or Q8_0; choose w4a8 or w8a8 to quantise them"
+        )
+    return QuantPlan(weights, activation_groups)
+
+
+def activation_group(grid: WeightGrid, columns: int) -> int:
+    """Columns of a row of activations that share a scale: as wide as the weight's groups, so that
+    both scales meet in one product, but not wider than precision allows."""
+    widest = min(WIDEST_ACTIVATION_GROUP, grid.columns_of(columns))
+    return widest if grid.columns_of(columns) % widest == 0 else GROUP_UNIT
+
+
+def _grid(rule: Rule, candidate: Candidate) -> WeightGrid | None:
+    if rule.scheme is None:
+        return None
+    if rule.scheme.weight_bits is None:
+        return candidate.stored
+    if candidate.is_table:
+        return None
+    return WeightGrid(rule.scheme.weight_bits, rule.group_size, rule.symmetric)
+
+
+def _check_matches(rules: Sequence[Rule], candidates: Sequence[Candidate]) -> None:
+    for rule in rules:
+        if not any(fnmatchcase(each.name, rule.match) for each in candidates):
+            names = ", ".join(each.name for each in candidates[:3])
             raise RecipeError(
-                "quantisation.scheme keeps the codes that the checkpoint stores, and it stores no "
-                "linear's weights as Q4_0, Q4_1 or Q8_0; choose w4a8 or w8a8 to quantise them"
+                f"quantisation.overrides: {rule.match!r} matches no matrix that can be quantised; "
+                f"their names are such as {names}"
             )
-    else:
-        grid = WeightGrid(scheme.weight_bits, group_size, symmetric)
-        misfits = [each for each in candidates if not grid.fits(each.shape[1])]
-        if misfits:
-            raise RecipeError(_misfits(grid, misfits))
-        weights = dict.fromkeys((each.name for each in candidates), grid)
-    return QuantPlan(weights, GROUP_UNIT if scheme.int8_activations else 0)
 
 
-def _misfits(grid: WeightGrid, misfits: list[Candidate]) -> str:
-    lines = [f"quantisation: {grid.describe()} doesn't fit every linear; by tensor:"]
-    for each in misfits:
-        columns = each.shape[1]
-        sizes = [n for n in range(GROUP_UNIT, columns + 1, GROUP_UNIT) if columns % n == 0]
-        legal = f"group sizes {', '.join(map(str, sizes))}" if sizes else "none, so leave it out"
-        lines.append(f"  {each.name}: rows of {columns} columns, which allow {legal}")
-    return "\n".join(lines)
+def _misfit(grid: WeightGrid, candidate: Candidate) -> str:
+    columns = candidate.shape[1]
+    sizes = [n for n in range(GROUP_UNIT, columns + 1, GROUP_UNIT) if columns % n == 0]
+    legal = f"allow group sizes {', '.join(map(str, sizes))}" if sizes else "can't be quantised"
+    return f"{candidate.name}: {grid.describe()} on rows of {columns} columns, which {legal}"

@@ -97,6 +97,9 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
         f"hidden {model.get('hidden_size')}, vocab {manifest.vocab_size}",
     )
     yield "precision", manifest.precision
+    kinds = Counter(tensor.describe() for tensor in manifest.quantised.values())
+    for kind, count in kinds.items():
+        yield "quantised", f"{count} tensors to {kind}"
     yield "target", f"{target.kind}, {target.machine}: {', '.join(target.isa_levels)}"
     yield "compiler", target.compiler
     yield (

@@ -10,7 +10,7 @@ import msgspec
 
 from llmbuild.errors import EngineError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
@@ -81,6 +81,21 @@ class Rank(Record, frozen=True):
     arena_bytes: Bytes  # activations of the largest step
 
 
+class QuantisedTensor(Record, frozen=True):
+    bits: Count
+    group_size: Bytes  # columns that share a scale, 0 for a whole row
+    symmetric: bool
+    activation_group: Bytes  # columns of int8 activations that share one, 0 for fp32 activations
+
+    def describe(self) -> str:
+        """In a few words: int4 in groups of 32 with minimum, int8 activations in groups of 32."""
+        groups = f"in groups of {self.group_size}" if self.group_size else "by row"
+        minimum = "" if self.symmetric else " with minimum"
+        group = self.activation_group
+        activations = f"int8 activations in groups of {group}" if group else "fp32 activations"
+        return f"int{self.bits} {groups}{minimum}, {activations}"
+
+
 class File(Record, frozen=True):
     sha256: Sha256
     size_bytes: Bytes
@@ -92,7 +107,8 @@ class Manifest(Record, frozen=True):
     name: str
     model: dict[str, object]  # the decoder config, as data
     vocab_size: Count
-    precision: str
+    precision: str  # of matrices that aren't quantised
+    quantised: dict[str, QuantisedTensor]  # by canonical name
     target: Target
     limits: Limits
     buckets: list[Count]  # decode batch sizes compiled ahead of time, ascending

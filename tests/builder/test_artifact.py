@@ -40,6 +40,7 @@ def manifest(name: str) -> Manifest:
         model={"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "vocab_size": 3},
         vocab_size=3,
         precision="fp32",
+        quantised={},
         target=Target(
             kind="cpu",
             machine=platform.machine(),
@@ -142,7 +143,7 @@ def test_an_engine_is_replaced(tmp_path: Path) -> None:
 def test_an_engine_of_another_schema_version_is_replaced(tmp_path: Path) -> None:
     build(tmp_path / "engine", "one")
     path = tmp_path / "engine" / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 9'))
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 9'))
     with pytest.raises(EngineError):
         read_manifest(tmp_path / "engine")
     build(tmp_path / "engine", "two")

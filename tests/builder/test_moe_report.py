@@ -13,12 +13,13 @@ from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, Manifest, Rank,
 def _manifest(config: DecoderConfig) -> Manifest:
     layers = [KVLayer(k_dtype="bf16", v_dtype="bf16")] * config.num_layers
     return Manifest(
-        schema_version=1,
+        schema_version=2,
         llmbuild_version="0",
         name="m",
         model={},
         vocab_size=config.vocab_size,
         precision="bf16",
+        quantised={},
         target=Target(kind="cpu", machine="m", isa_levels=[], compiler="c", compiler_flags={}),
         limits=Limits(max_sequence_length=1, max_step_tokens=8, max_sequences=2),
         buckets=[1],

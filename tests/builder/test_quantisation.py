@@ -50,7 +50,7 @@ def test_every_linear_of_a_decoder_is_quantised_but_no_table_norm_or_bias(
     assert found.weights == dict.fromkeys(
         ATTENTION | MLP | {"lm_head.weight"}, WeightGrid(4, 32, True)
     )
-    assert found.activation_group == 32
+    assert found.activation_groups == dict.fromkeys(found.weights, 32)
 
 
 def test_an_embedding_that_is_the_head_is_quantised_once(
@@ -59,7 +59,7 @@ def test_an_embedding_that_is_the_head_is_quantised_once(
     found = plan(resolved("w8a16", "row", False), traced(**WIDE, tie_embeddings=True))
     names = ATTENTION | MLP | {"embed.weight"}
     assert found.weights == dict.fromkeys(names, WeightGrid(8, 0, False))
-    assert found.activation_group == 0
+    assert found.activation_groups == {}
 
 
 def test_a_mixtures_router_and_experts_stay(traced: Callable[..., StepGraph]) -> None:
@@ -74,19 +74,20 @@ def test_stored_codes_are_kept_of_tables_too(traced: Callable[..., StepGraph]) -
     stored = ("embed.weight", "layers.0.attention.q_proj.weight", "final_norm.weight")
     found = plan(kept("stored-a8"), traced(**WIDE), *stored)
     assert found.weights == dict.fromkeys(stored[:2], Q4_1)
-    assert found.activation_group == 32
+    assert found.activation_groups == dict.fromkeys(stored[:2], 32)
 
 
 def test_no_scheme_plans_nothing(traced: Callable[..., StepGraph]) -> None:
     found = plan(kept("none"), traced(**WIDE), "embed.weight")
-    assert (dict(found.weights), found.activation_group) == ({}, 0)
+    assert (dict(found.weights), dict(found.activation_groups)) == ({}, {})
 
 
 def test_matrices_that_the_grid_does_not_fit_are_named(traced: Callable[..., StepGraph]) -> None:
     with pytest.raises(RecipeError) as refused:
         plan(resolved("w4a8", 64), traced(**WIDE))
     assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [
-        "layers.0.mlp.down_proj.weight: rows of 96 columns, which allow group sizes 32, 96"
+        "layers.0.mlp.down_proj.weight: int4, groups of 64, symmetric on rows of 96 columns, "
+        "which allow group sizes 32, 96"
     ]
 
 
@@ -97,3 +98,16 @@ def test_codes_of_a_router_or_norm_alone_are_none_to_keep(
     step = traced(**WIDE, moe=moe, moe_layers=(True,))
     with pytest.raises(RecipeError, match=r"quantisation\.scheme"):
         plan(kept("stored-a16"), step, "layers.0.mlp.router.weight", "final_norm.weight")
+
+
+def test_an_override_decides_before_the_scheme(traced: Callable[..., StepGraph]) -> None:
+    step = traced(**WIDE)
+    overrides = [
+        {"match": "lm_head.*", "scheme": "none"},
+        {"match": "*.mlp.*", "scheme": "w8a16", "group_size": "row"},
+    ]
+    chosen = Quantisation(scheme="w4a8", group_size=32, overrides=overrides)
+    found = plan(chosen, step)
+    four, eight = WeightGrid(4, 32, True), WeightGrid(8, 0, True)
+    assert found.weights == dict.fromkeys(ATTENTION, four) | dict.fromkeys(MLP, eight)
+    assert found.activation_groups == dict.fromkeys(ATTENTION, 32)

@@ -375,7 +375,7 @@ def test_minimal_recipe_gets_the_defaults(tmp_path: Path) -> None:
         "target": {"kind": "cpu", "isa": ["native"]},
         "parallel": {"tp": 1, "pp": 1},
         "limits": {"max_sequence_length": 2048, "max_step_tokens": 512, "max_sequences": 32},
-        "quantisation": {"scheme": "none"},
+        "quantisation": {"scheme": "none", "overrides": []},
         "kv_cache": {"dtype": "fp32", "block_size": 16},
         "buckets": [1, 2, 4, 8],
         "verify": {"tolerance": 1e-4},

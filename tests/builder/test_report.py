@@ -35,16 +35,17 @@ def report_of(
         **overrides: object,
     ) -> Report:
         config, step = decoder_config(**overrides), traced("bf16", **overrides)
-        run_passes(step, plan=QuantPlan(quantised or {}, 32))
+        run_passes(step, plan=QuantPlan(quantised or {}, dict.fromkeys(quantised or {}, 32)))
         plan = lower(step, config, "bf16", 4)
         layer = KVLayer(k_dtype="bf16", v_dtype="bf16")
         manifest = Manifest(
-            schema_version=1,
+            schema_version=2,
             llmbuild_version="0",
             name=name,
             model={},
             vocab_size=config.vocab_size,
             precision="bf16",
+            quantised={},
             target=Target(kind="cpu", machine="m", isa_levels=[], compiler="c", compiler_flags={}),
             limits=Limits(
                 max_sequence_length=max_sequence_length, max_step_tokens=8, max_sequences=2

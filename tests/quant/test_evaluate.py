@@ -60,12 +60,13 @@ class HistoryExecutor:
 
 def manifest(*, block_size=4, max_step_tokens=40, max_sequences=3, max_sequence_length=64):
     return Manifest(
-        schema_version=1,
+        schema_version=2,
         llmbuild_version="0",
         name="history",
         model={},
         vocab_size=VOCAB,
         precision="fp32",
+        quantised={},
         target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
         limits=Limits(
             max_sequence_length=max_sequence_length,

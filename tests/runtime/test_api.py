@@ -22,12 +22,13 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = 4 * 3 * 2 * (4 + 4)  # positions x heads x head_dim x (K + V)
 
 MANIFEST = Manifest(
-    schema_version=1,
+    schema_version=2,
     llmbuild_version="0",
     name="fake",
     model={},
     vocab_size=VOCAB,
     precision="fp32",
+    quantised={},
     target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
     limits=Limits(max_sequence_length=48, max_step_tokens=16, max_sequences=3),
     buckets=[1, 2, 4],

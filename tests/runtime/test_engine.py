@@ -65,7 +65,7 @@ def root(tmp_path: Path) -> Path:
 def write_manifest(root: Path, **changes: Any) -> None:
     """Writes the manifest of CONTENTS, sealed, with some of its fields changed."""
     value: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "llmbuild_version": "0.0.7",
         "name": "tiny",
         "model": {
@@ -79,6 +79,7 @@ def write_manifest(root: Path, **changes: Any) -> None:
         },
         "vocab_size": 97,
         "precision": "bf16",
+        "quantised": {},
         "target": target(LEVEL_NAMES),
         "limits": {"max_sequence_length": 101, "max_step_tokens": 64, "max_sequences": 5},
         "buckets": [1, 2, 4],

@@ -28,7 +28,7 @@ def content() -> Content:
     names = ["rank0/v3.so", "rank0/base.so", "rank0/weights.safetensors"]
     names += ["tokenizer.json", "generation_config.json"]
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "llmbuild_version": "0.1.0",
         "name": "tiny \u00e9",
         "model": {
@@ -42,6 +42,7 @@ def content() -> Content:
         },
         "vocab_size": 97,
         "precision": "bf16",
+        "quantised": {},
         "target": {
             "kind": "cpu",
             "machine": "x86_64",
@@ -142,7 +143,7 @@ def test_another_schema_version_is_refused_with_both_named(tmp_path: Path, versi
 
 
 @pytest.mark.parametrize(
-    "raw", [b"{", b"[1]", b"null", b'{"schema_version": 1}', b"\xff\xfe", b"[" * 10**6]
+    "raw", [b"{", b"[1]", b"null", b'{"schema_version": 2}', b"\xff\xfe", b"[" * 10**6]
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, raw: bytes) -> None:
     refusal(tmp_path, raw)

@@ -17,7 +17,8 @@ def quantise(step: StepGraph, plan: QuantPlan) -> None:
         parts = _parts(step, plan, node.inputs[1], matrices)
         if parts is not None:
             bias = node.inputs[2] if len(node.inputs) > 2 else None
-            attributes = {"activation_group": plan.activation_group}
+            group = plan.activation_groups.get(_name(node.inputs[1]), 0)
+            attributes = {"activation_group": group}
             _replace(step, node, "quantised_linear", [node.inputs[0], *parts, bias], attributes)
     for node in nodes_of(step.graph, "gather_rows"):
         parts = _parts(step, plan, node.inputs[0], matrices)
@@ -35,13 +36,17 @@ def _parts(
     matrices: dict[str, list[ir.Value | None]],
 ) -> list[ir.Value | None] | None:
     """Codes, scales and minima of a weight that the plan quantises, made when first asked for."""
-    name = "" if weight is None else str(weight.name)
+    name = _name(weight)
     grid = plan.weights.get(name)
     if grid is None:
         return None
     if name not in matrices:
         matrices[name] = _add_parts(step, name, grid)
     return matrices[name]
+
+
+def _name(weight: ir.Value | None) -> str:
+    return "" if weight is None else str(weight.name)
 
 
 def _add_parts(step: StepGraph, name: str, grid: WeightGrid) -> list[ir.Value | None]:

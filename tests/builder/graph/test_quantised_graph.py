@@ -38,7 +38,7 @@ def grid_of(name: str) -> WeightGrid | None:
 
 def plan_of(step: StepGraph, activation_group: int = 0) -> QuantPlan:
     grids = {name: grid for name in step.weights if (grid := grid_of(name)) is not None}
-    return QuantPlan(grids, activation_group)
+    return QuantPlan(grids, dict.fromkeys(grids, activation_group) if activation_group else {})
 
 
 @pytest.fixture

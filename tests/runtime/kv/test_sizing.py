@@ -7,12 +7,13 @@ from llmbuild.runtime.manifest import File, KVLayer, KVLayout, Limits, Manifest,
 
 def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64):
     return Manifest(
-        schema_version=1,
+        schema_version=2,
         llmbuild_version="0",
         name="tiny",
         model={},
         vocab_size=300,
         precision="fp32",
+        quantised={},
         target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
         limits=Limits(
             max_sequence_length=max_sequence_length,

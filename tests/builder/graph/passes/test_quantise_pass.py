@@ -39,7 +39,7 @@ def test_a_linear_reads_the_parts_of_its_matrix(
     x = sketch.input("x", ROWS)
     step = sketch.step(linear(sketch, x, "w", 5, bias))
     shape_and_name = [(str(v.name), tuple(v.shape)) for v in step.graph.outputs]
-    quantise(step, QuantPlan({"w": INT4}, activation_group))
+    quantise(step, QuantPlan({"w": INT4}, {"w": activation_group}))
     assert kinds(step) == ["quantised_linear"]
     (node,) = step.graph
     assert names_of(node) == ["x", "w.codes", "w.scales", "w.minima", "w.bias" if bias else None]
@@ -61,7 +61,7 @@ def test_a_linear_reads_the_parts_of_its_matrix(
 
 def test_a_symmetric_matrix_has_no_minima_and_a_zero(sketch: Any) -> None:
     step = sketch.step(linear(sketch, sketch.input("x", ROWS), "w", 5))
-    quantise(step, QuantPlan({"w": INT8}, 32))
+    quantise(step, QuantPlan({"w": INT8}, {"w": 32}))
     (node,) = step.graph
     assert names_of(node) == ["x", "w.codes", "w.scales", None, None]
     assert attributes_of(node) == {"zero": 128, "activation_group": 32}
@@ -73,7 +73,7 @@ def test_a_table_that_is_the_head_too_is_one_matrix_for_both(sketch: Any, kinds:
     table = sketch.weight("embed.weight", (7, 64))
     rows = sketch.node("gather_rows", [table, index], ("T", 64))
     step = sketch.step(rows, sketch.node("linear", [x, table], ("R", 7)))
-    quantise(step, QuantPlan({"embed.weight": INT4}, 32))
+    quantise(step, QuantPlan({"embed.weight": INT4}, {"embed.weight": 32}))
     assert sorted(kinds(step)) == ["gather_quantised_rows", "quantised_linear"]
     gather, head = sorted(step.graph, key=lambda node: node.op_type)
     parts = [f"embed.weight.{part}" for part in (CODES, SCALES, MINIMA)]
@@ -90,7 +90,7 @@ def test_what_the_plan_leaves_out_stays(sketch: Any, kinds: Kinds) -> None:
     computed = sketch.node("gather_rows", [norm, index], ("T", 64))
     outputs = [linear(sketch, norm, name, 5) for name in ("w", "router")]
     step = sketch.step(*outputs, table, computed)
-    quantise(step, QuantPlan({"w": INT4}, 0))
+    quantise(step, QuantPlan({"w": INT4}))
     assert sorted(kinds(step)) == [
         *("gather_rows", "gather_rows", "linear", "quantised_linear", "rms_norm"),
     ]
@@ -110,7 +110,7 @@ def test_linears_on_one_grid_merge_part_by_part(sketch: Any, kinds: Kinds) -> No
     x = sketch.input("x", ROWS)
     outputs = [linear(sketch, x, name, rows, True) for name, rows in (("a", 5), ("b", 1))]
     step = sketch.step(*outputs)
-    quantise(step, QuantPlan({"a": INT4, "b": INT4}, 32))
+    quantise(step, QuantPlan({"a": INT4, "b": INT4}, {"a": 32, "b": 32}))
     merge_linears(step)
     assert sorted(kinds(step)) == ["Constant", "Split", "quantised_linear"]
     (merged,) = (node for node in step.graph if node.op_type == "quantised_linear")
@@ -144,7 +144,7 @@ def test_linears_on_different_grids_stay_apart(
     x = sketch.input("x", ROWS)
     step = sketch.step(*(linear(sketch, x, name, 5) for name in ("a", "b", "c", "d")))
     grids = {"a": INT4, "c": INT4} | ({} if other is None else {"b": other, "d": other})
-    quantise(step, QuantPlan(grids, 32))
+    quantise(step, QuantPlan(grids, dict.fromkeys(grids, 32)))
     merge_linears(step)
     sources = {weight.sources for weight in step.weights.values()}
     assert sources == {("a", "c"), ("b", "d")}

@@ -40,12 +40,13 @@ def build_engine(tmp_path: Path) -> Callable[..., Engine]:
             stages=Stages(PlainProgress()),
         )
         manifest = Manifest(
-            schema_version=1,
+            schema_version=2,
             llmbuild_version="0",
             name="m",
             model={},
             vocab_size=config.vocab_size,
             precision="fp32",
+            quantised={},
             target=built.target,
             limits=limits,
             buckets=[1, 4, 7],

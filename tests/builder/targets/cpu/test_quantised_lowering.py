@@ -47,7 +47,7 @@ def plan_of(
     def build(grids: Grids, activation_group: int, **overrides: Any) -> StepPlan:
         step = traced(**(WIDE | overrides))
         weights = {name: grid for name in step.weights if (grid := grids(name)) is not None}
-        run_passes(step, plan=QuantPlan(weights, activation_group))
+        run_passes(step, plan=QuantPlan(weights, dict.fromkeys(weights, activation_group)))
         return lower(step, decoder_config(**(WIDE | overrides)), "fp32", 4)
 
     return build
