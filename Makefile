@@ -3,6 +3,8 @@
 # make test-all  the same with the slow tests
 # make lint      lint, types and import rules alone
 # make bench     measure this machine, every kernel and the demo's engine (no lint, no tests)
+# make bench-peers    compare with other engines, which it installs (1.7 GB to download);
+#                     PEERS="llama_cpp openvino" takes these alone
 # make clean     remove what was built here (the venv and downloaded models stay)
 
 # The first Python on the path that is new enough; `make PYTHON=...` overrides it.
@@ -29,7 +31,7 @@ DEMO_PROMPT := Explain in a few sentences why the sky is blue.
 # Links that lay the folders out as Python sees them, for tools that read source from a folder.
 TREE := build/tree
 
-.PHONY: demo test test-all lint bench clean python compiler tree
+.PHONY: demo test test-all lint bench bench-peers clean python compiler tree
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_ENGINE)/manifest.json
@@ -56,6 +58,11 @@ bench: $(DEMO_ENGINE)/manifest.json
 	$(BIN)/python -m bench.machine
 	$(BIN)/python -m bench.kernels
 	$(BIN)/python -m bench.engine $(DEMO_ENGINE)
+
+bench-peers: $(VENV)/.build-installed | compiler
+	@mkdir -p build
+	$(BIN)/python -m bench.peers $(addprefix --only ,$(PEERS)) \
+		--out build/peers.md --json build/peers.json
 
 tree:
 	@rm -rf $(TREE) && mkdir -p $(TREE)/llmbuild

@@ -149,6 +149,8 @@ def cases(shape: Shape) -> Iterator[Case]:
     for rows in ROWS:
         batch = batch_of(rows)
         yield from _norms(shape, batch)
+        if rows <= HEAD_ROWS[-1]:
+            yield _best(shape, batch)
         yield from _rope(shape, batch)
         yield from _pointwise(shape, batch)
         yield from _gathers(shape, batch)
@@ -233,6 +235,17 @@ def _norms(s: Shape, batch: Batch) -> Iterator[Case]:
     yield Case("rms_norm", f"{n}", batch, rms, Work(0, 8 * r * n + 4 * n, 4 * r * n))
     add = f"add_rms_norm<{n}, {n}, {n}, {n}, {n}>(worker, d.a, d.b, d.d, 1e-5f, d.b, d.c, d.rows)"
     yield Case("add_rms_norm", f"{n}", batch, add, Work(0, 16 * r * n + 4 * n, 5 * r * n))
+    group, as_bytes = ACTIVATION_GROUP, "reinterpret_cast<uint8_t*>(d.c)"
+    row_bytes = _int8_row_bytes(n)
+    rms = f"rms_norm_int8<{n}, {group}, {n}>(worker, d.a, d.d, 1e-5f, {as_bytes}, d.rows)"
+    work = Work(0, r * (4 * n + row_bytes) + 4 * n, 8 * r * n)
+    yield Case("rms_norm_int8", f"{n}", batch, rms, work)
+    add = (
+        f"add_rms_norm_int8<{n}, {n}, {n}, {n}, {group}>"
+        f"(worker, d.a, d.b, d.d, 1e-5f, d.b, {as_bytes}, d.rows)"
+    )
+    work = Work(0, r * (12 * n + row_bytes) + 4 * n, 9 * r * n)
+    yield Case("add_rms_norm_int8", f"{n}", batch, add, work)
     layer = f"layer_norm<{n}, {n}, {n}>(worker, d.a, d.d, d.d, 1e-5f, d.b, d.rows)"
     yield Case("layer_norm", f"{n}", batch, layer, Work(0, 8 * r * n + 4 * n, 7 * r * n))
 
@@ -266,6 +279,12 @@ def _pointwise(s: Shape, batch: Batch) -> Iterator[Case]:
         f"gated_activation<{n}, {2 * n}, {2 * n}, {n}, Silu>(worker, d.a, d.a + {n}, d.b, d.rows)"
     )
     yield Case("gated_activation", f"{n}", batch, gated, Work(0, 12 * r * n, 5 * r * n))
+    int8 = (
+        f"gated_activation_int8<{n}, {2 * n}, {2 * n}, {ACTIVATION_GROUP}, Silu>"
+        f"(worker, d.a, d.a + {n}, reinterpret_cast<uint8_t*>(d.b), d.rows)"
+    )
+    work = Work(0, r * (8 * n + _int8_row_bytes(n)), 9 * r * n)
+    yield Case("gated_activation_int8", f"{n}", batch, int8, work)
     n = s.hidden
     add = (
         f"elementwise<{n}, {n}>(worker, d.c, d.rows, [&](int64_t r, int i) {{ "
@@ -304,6 +323,12 @@ def _quantised(s: Shape, batch: Batch) -> Iterator[Case]:
     work = Work(r * tile_bytes // 16, 4 * r * k)
     what = f"{k} {grid.describe()}"
     yield Case("gather_quantised_rows", what, batch, gather, work, r * tile_bytes)
+
+
+def _best(s: Shape, batch: Batch) -> Case:
+    code = f"best_of_columns<{s.vocab}>(worker, d.a, reinterpret_cast<Best*>(d.c), d.rows)"
+    items = batch.rows * s.vocab
+    return Case("best_of_columns", f"{s.vocab}", batch, code, Work(0, 4 * items, items))
 
 
 def _moe(s: Shape, batch: Batch) -> Iterator[Case]:
