@@ -42,8 +42,8 @@ struct Product<int8_t> {
 
 // sums[r][v] += sum over s of factor s of row r * items s of vector v, in ascending order.
 // Row r's factors begin at factors + r * row_stride; vector v's items at items[v], and one step on
-// is `step_items` further. Asks the L2 for what lies as far from ahead[v], for a later tile: asked of
-// the L1, it would wait in the same few places as the loads do.
+// is `step_items` further. Asks the L2 for what lies as far from ahead[v], for a later tile: of
+// the L1 it would wait in the same few places as the loads do.
 template <class KV, int ROWS, int VECTORS, class Sums>
 LLMBUILD_INLINE void multiply_tile(const KV* const (&items)[VECTORS],
                                    const KV* const (&ahead)[VECTORS], int step_items,
