@@ -93,6 +93,8 @@ def compile(
             ranks=[built.rank],
             files={},
         )
+        for kind, count in manifest.quantised_kinds.items():
+            stages.progress.note(f"quantised: {count} tensors to {kind}")
         tolerance = resolved.verify.tolerance
         verified = verify_engine(root, manifest, step, read, tolerance, stages)
         report = make_report(manifest, built.plan, config, verified, tolerance, stages.seconds)

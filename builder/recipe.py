@@ -213,13 +213,17 @@ class Precisions(Section):
 
 class Override(Precisions):
     match: str
+    scheme: str  # has to be given
+
+    def resolved(self) -> dict[str, Any]:
+        return {"match": self.match, **super().resolved()}
 
 
 class Quantisation(Precisions):
     overrides: Annotated[tuple[Override, ...], BeforeValidator(_listed)] = Field(
         default=(),
-        description="a list of mappings with the keys match (a glob of tensor names), scheme, "
-        "group_size, symmetric",
+        description="a list of mappings with the keys match (a glob of tensor names) and scheme, "
+        "and where the scheme has a grid group_size, symmetric",
     )
 
     @property

@@ -1,5 +1,6 @@
 """The quantisation plan: the one answer to what precision each weight has."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -95,10 +96,10 @@ def _grid(rule: Rule, candidate: Candidate) -> WeightGrid | None:
 def _check_matches(rules: Sequence[Rule], candidates: Sequence[Candidate]) -> None:
     for rule in rules:
         if not any(fnmatchcase(each.name, rule.match) for each in candidates):
-            names = ", ".join(each.name for each in candidates[:3])
+            shown = [each.name for each in candidates if not re.match(r"layers\.[1-9]", each.name)]
             raise RecipeError(
                 f"quantisation.overrides: {rule.match!r} matches no matrix that can be quantised; "
-                f"their names are such as {names}"
+                f"those are {', '.join(shown)}, and the same of the other layers"
             )
 
 

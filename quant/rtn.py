@@ -43,7 +43,8 @@ def _round(grouped: NDArray[np.float32], out: QuantisedMatrix) -> None:
     else:
         minima = np.minimum(grouped.min(-1), 0)
         scales = (np.maximum(grouped.max(-1), 0) - minima) / last
-        out.minima[:] = minima
+        # Where float16 has no scale so small, all of the group would become its minimum.
+        out.minima[:] = np.where(scales.astype(np.float16) == 0, 0, minima)
         shift = out.minima.astype(np.float32)
         zero = 0
     out.scales[:] = scales

@@ -1,7 +1,6 @@
 """Quantisation schemes by name: what weights and the activations that meet them become."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -12,8 +11,6 @@ class Scheme:
     weight_bits: int | None
     int8_activations: bool
 
-
-SchemeName = Literal["w4a8", "w4a16", "w8a8", "w8a16", "stored-a8", "stored-a16"]
 
 SCHEMES: dict[str, Scheme] = {
     "w4a8": Scheme(4, True),

@@ -191,8 +191,10 @@ class LLM:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._loop.cancel_all()
-            self._executor.close()
+            try:
+                self._loop.cancel_all()
+            finally:
+                self._executor.close()
 
     def check(self) -> None:
         """Assert the invariants of the loop, the scheduler and the KV memory."""

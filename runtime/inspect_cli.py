@@ -96,9 +96,8 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
         f"{model.get('num_kv_heads')} KV heads, head_dim {model.get('head_dim')}, "
         f"hidden {model.get('hidden_size')}, vocab {manifest.vocab_size}",
     )
-    yield "precision", manifest.precision
-    kinds = Counter(tensor.describe() for tensor in manifest.quantised.values())
-    for kind, count in kinds.items():
+    yield "precision", manifest.precision + (" where not quantised" if manifest.quantised else "")
+    for kind, count in manifest.quantised_kinds.items():
         yield "quantised", f"{count} tensors to {kind}"
     yield "target", f"{target.kind}, {target.machine}: {', '.join(target.isa_levels)}"
     yield "compiler", target.compiler

@@ -2,6 +2,7 @@
 runtime that reads it. It alone is enough to plan memory and to call the executable."""
 
 import hashlib
+from collections import Counter
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated
@@ -41,9 +42,9 @@ class KVLayer(Record, frozen=True):
 
 
 class KVLayout(Record, frozen=True):
-    """Every layer's pools are [blocks, num_kv_heads, block_size, head_dim]. An int8 pool also has
-    a scale for each token and head: they follow the codes of a block's head, at the next multiple
-    of four bytes."""
+    """Every layer's pools hold [blocks, num_kv_heads, block_size, head_dim] items; in what order
+    within a block is the executable's affair. An int8 pool also has an fp32 scale for each token
+    and head, behind the codes of a block's head, at the next multiple of four bytes."""
 
     block_size: Count
     num_kv_heads: Count
@@ -116,6 +117,11 @@ class Manifest(Record, frozen=True):
     ranks: list[Rank]
     files: dict[str, File]  # every file of the engine but the manifest, by relative path
     digest: str = ""  # sha256 of the manifest's encoding while this is empty; `seal` fills it in
+
+    @property
+    def quantised_kinds(self) -> dict[str, int]:
+        """How many tensors are quantised how, in words."""
+        return dict(Counter(tensor.describe() for tensor in self.quantised.values()))
 
 
 def step_shape(limits: Limits, kv: KVLayout, vocab_size: int, arena_bytes: int) -> str:

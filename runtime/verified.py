@@ -2,7 +2,8 @@
 
 An engine's marker is an empty file, named by all that a file can't change without: its content's
 sha256 as the manifest has it, and the system's record of it. Of that record ctime is what no
-program can set: it moves with every write, every rename and every change of the other times.
+program can set: it moves with every write, every rename and every change of the other times. (Not
+at once with a write through a shared mapping, which no engine's maker does.)
 """
 
 import hashlib
@@ -31,22 +32,29 @@ class Marker:
             state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
             digest.update(f"{name!r} {file.sha256} {state}\n".encode())
             newest_ns = max(newest_ns, stat.st_ctime_ns)
-        self._path = cache_root() / "verified" / digest.hexdigest()
+        self._name = digest.hexdigest()
         self._is_settled = 0 < newest_ns < time.time_ns() - SETTLED_NS
 
     @property
     def is_set(self) -> bool:
-        return self._path.exists()
+        try:
+            return self._path().exists()
+        except (OSError, RuntimeError):  # there is no home, or it may not be read
+            return False
 
     def set(self) -> None:
         """Remember it, if that can be: where not, the files are read again next time."""
         if not self._is_settled:
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._path.touch()
-            markers = sorted(self._path.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-            for path in markers[:-MAX_MARKERS]:
-                path.unlink(missing_ok=True)
-        except OSError:
+            path = self._path()
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch()
+            markers = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime_ns)
+            for old in markers[:-MAX_MARKERS]:
+                old.unlink(missing_ok=True)
+        except (OSError, RuntimeError):
             pass
+
+    def _path(self) -> Path:
+        return cache_root() / "verified" / self._name

@@ -46,8 +46,13 @@ def materialise_matrix(weight: Weight, read: ReadTensor) -> QuantisedMatrix:
         matrix = read(source)
         assert isinstance(matrix, QuantisedMatrix)
         assert matrix.grid == weight.grid
-        for numbers in parts_of(matrix).values():
-            _check_finite(source, numbers)
+        for numbers in (matrix.scales, matrix.minima):
+            if numbers is not None and not np.isfinite(numbers).all():
+                raise CheckpointError(
+                    f"{source} holds values that are NaN, infinite, or beyond what float16 scales "
+                    "reach; the checkpoint is damaged, or the tensor has to be left unquantised: "
+                    f"quantisation.overrides with match {source!r} and scheme none"
+                )
         matrices.append(matrix)
     return join_rows(matrices)
 

@@ -45,10 +45,11 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, int8 like x, and scales, fp32 [...], of the rows of x, fp32 [..., D].
 
     scale = the row's largest magnitude / 127; code = x * (127 / that magnitude), rounded to the
-    nearest integer, ties to even. A row of zeros has codes and scale 0.
+    nearest integer, ties to even, or 0 where that factor isn't finite, as in a row of zeros.
     """
     largest = x.abs().amax(-1)
-    inverse = torch.where(largest > 0, 127 / largest, 0)
+    inverse = 127 / largest
+    inverse = torch.where(inverse.isfinite(), inverse, 0)
     return torch.round(x * inverse[..., None]).to(torch.int8), largest / 127
 
 

@@ -52,7 +52,7 @@ def test_the_first_rule_that_matches_decides() -> None:
 
 def test_a_rule_that_matches_nothing_is_refused() -> None:
     rules = [Rule("layers.*", None), *everywhere("w4a8", 32)]
-    with pytest.raises(RecipeError, match=r"'layers\.\*' matches no matrix .* such as a, b, c"):
+    with pytest.raises(RecipeError, match=r"'layers\.\*' matches no matrix .* those are a, b, c"):
         make_plan(rules, STORED)
 
 

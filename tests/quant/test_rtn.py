@@ -169,3 +169,12 @@ def test_a_value_that_is_no_number_shows_in_its_groups_scale_or_minimum(
     if matrix.minima is not None:
         finite &= np.isfinite(matrix.minima)
     assert np.argwhere(~finite).tolist() == [[1, group]]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_group_too_small_for_a_scale_becomes_zero(bits: int) -> None:
+    values = np.full((1, 64), 1e-9, np.float32)
+    values[0, 3] = -1e-8
+    for symmetric in (True, False):
+        matrix = round_to_nearest(values, WeightGrid(bits, 32, symmetric))
+        assert not matrix.dequantised().any()

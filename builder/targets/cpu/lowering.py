@@ -52,7 +52,8 @@ class Lowering:
         self.block_size = block_size
         self.views: dict[ir.Value, View] = {}
         self.expressions: dict[ir.Value, Expression] = {}  # not computed until a kernel needs them
-        self.int8_views: dict[ir.Value, View] = {}  # values rounded to int8, for quantised linears
+        # Values rounded to int8 for quantised linears, in groups of so many columns.
+        self.int8_views: dict[tuple[ir.Value, int], View] = {}
         self.weights: dict[str, PackedWeight] = {}
         self.calls: list[Call] = []
 
@@ -152,19 +153,20 @@ class Lowering:
         """A new buffer for a value of this many columns as int8 rows."""
         assert value.shape is not None
         items = int8_row_bytes(width, group) // 4
-        buffer = Buffer(f"{value.name}.int8", Rows(str(value.shape[0])), items, dtype="int8_rows")
-        self.int8_views[value] = View(buffer, 0, items)
-        return self.int8_views[value]
+        name = f"{value.name}.int8.{group}"
+        buffer = Buffer(name, Rows(str(value.shape[0])), items, dtype="int8_rows")
+        self.int8_views[value, group] = View(buffer, 0, items)
+        return self.int8_views[value, group]
 
     def int8_rows(self, value: ir.Value | None, group: int) -> View:
         """Where a value lies as int8 rows, rounded now unless the kernel that made it did so."""
         assert value is not None
-        if value not in self.int8_views:
+        if (value, group) not in self.int8_views:
             x = self.view(value)
             rows = self.int8_output(value, x.width, group)
             template = (x.width, group, x.stride)
             self.call("quantise_rows", template, x, rows, x.buffer.count, out=[rows])
-        return self.int8_views[value]
+        return self.int8_views[value, group]
 
     def optional_weight(self, value: ir.Value | None) -> PackedWeight | None:
         return None if value is None else self.weight(value)

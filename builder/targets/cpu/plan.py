@@ -76,7 +76,9 @@ class Layout(Enum):
 
     ROWS = "rows"  # as in the checkpoint, row-major
     TILES_OF_16 = "tiles_of_16"  # [ceil(N / 16)][K][16], padded with zero rows; experts in turn
-    CODES = "codes"  # a quantised matrix: tiles of 16 rows, groups with their scales (pack_quantised)
+    CODES = (
+        "codes"  # a quantised matrix: tiles of 16 rows, groups with their scales (pack_quantised)
+    )
 
 
 @dataclass(frozen=True)

@@ -231,3 +231,21 @@ def test_packed_weights_take_their_bits_and_scales(plan_of: Callable[..., StepPl
     (head,) = (weight for weight in plan.weights if weight.name == "lm_head.weight")
     # 37 rows in 3 tiles of 16; of each group of 32 codes of half a byte, a scale and a minimum.
     assert packed_bytes(head) == 48 * 2 * (16 + 2 + 2)
+
+
+def test_linears_of_one_value_get_rows_of_their_own_groups(
+    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+) -> None:
+    step = traced(**WIDE)
+    grids = {name: INT8 for name in step.weights if "_proj.weight" in name}
+    groups = {name: 64 if "q_proj" in name else 32 for name in grids}
+    run_passes(step, plan=QuantPlan(grids, groups))
+    plan = lower(step, decoder_config(**WIDE), "fp32", 4)
+    for call in calls(plan, "int8_linear"):
+        (rows,) = (
+            v.buffer for v in call.arguments if isinstance(v, View) and "int8" in v.buffer.name
+        )
+        columns, group = call.template[2], call.template[3]
+        assert rows.width * 4 == int8_row_bytes(int(columns), int(group))
+    attention_input = [c.template[3] for c in calls(plan, "int8_linear")][:2]
+    assert sorted(attention_input) == [32, 64]
