@@ -12,7 +12,7 @@ from llmbuild.runtime.detokenizer import OutputText
 from llmbuild.runtime.executors import Executor
 from llmbuild.runtime.params import SamplingParams, check_params, is_whole
 from llmbuild.runtime.scheduler import Scheduler, Step
-from llmbuild.runtime.sequence import FinishReason, Sequence, SequenceId
+from llmbuild.runtime.sequence import FinishReason, Sequence, SequenceId, State
 from llmbuild.runtime.tokenizer import Tokenizer
 
 # Decode steps that the executor may run in one call. Python's work between calls is then small
@@ -238,9 +238,15 @@ class Loop:
         request.emit(text, token_ids)
 
     def _fail_all(self, error: BaseException) -> None:
-        for request in list(self._requests.values()):
+        """End every request and begin anew: an interrupt can have come anywhere in the step, and
+        have left queues and blocks half changed."""
+        self._scheduler.reset()
+        failed, self._requests = self._requests, {}
+        for request in failed.values():
             request.error = str(error) or type(error).__name__
-            self._finish(request, "error", request.output.finish(), ())
+            request.sequence.state = State.FINISHED
+            request.sequence.finish_reason = "error"
+            request.emit(request.output.finish(), ())
 
     def _check_prompt(self, prompt_ids: Items[int]) -> None:
         if not prompt_ids:

@@ -117,6 +117,12 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
 
+    def reset(self) -> None:
+        """Forget all sequences, which have ended otherwise, and free all blocks."""
+        self.running = []
+        self.waiting = deque()
+        self.manager.reset()
+
     def check(self) -> None:
         self.manager.check()
         ids = [sequence.id for sequence in (*self.running, *self.waiting)]

@@ -366,7 +366,7 @@ def test_generate_writes_text_as_it_comes(
         while packet := read_packet(reader):
             written.append(packet)
         assert process.wait(SECONDS) == 0
-    assert len(written) > 10
+    assert len(written) >= 5  # a call of the engine runs up to 8 steps
     assert b"".join(written).decode() == run_llmbuild(*asked).stdout
 
 

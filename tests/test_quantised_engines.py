@@ -234,7 +234,11 @@ def test_every_scheme_is_verified_at_every_level_of_this_processor(
             {},
             ["layers.0.mlp.down_proj.weight", "32, 64, 128"],
         ),
-        ("w8a8", {"intermediate_size": 80}, ["layers.0.mlp.down_proj.weight: rows of 80", "none"]),
+        (
+            "w8a8",
+            {"intermediate_size": 80},
+            ["layers.0.mlp.down_proj.weight: int8", "rows of 80 columns, which can't"],
+        ),
     ],
     ids=["group size", "width"],
 )

@@ -18,6 +18,11 @@ class KVManager:
         self.block_size = block_size
         self._tables: dict[SequenceId, array[int]] = {}
 
+    def reset(self) -> None:
+        """No sequence holds blocks any more."""
+        self._tables = {}
+        self.pool.reset()
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions of one sequence."""
         return -(-num_tokens // self.block_size)

@@ -17,9 +17,15 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, f"a pool needs the scratch block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
-        # Used as a stack: the block freed last is handed out first, while it's still in cache.
-        self._free = [BlockId(i) for i in range(num_blocks - 1, SCRATCH_BLOCK, -1)]
+        self._free: list[BlockId] = []
         self._live: set[BlockId] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free again, whatever was done before."""
+        # Used as a stack: the block freed last is handed out first, while it's still in cache.
+        self._free = [BlockId(i) for i in range(self.num_blocks - 1, SCRATCH_BLOCK, -1)]
+        self._live = set()
 
     @property
     def num_usable(self) -> int:

@@ -149,6 +149,32 @@ def test_failed_step_ends_all_requests_and_is_raised(make_rig, error):
         assert request.chunks[-1].finish_reason == "error"
 
 
+@pytest.mark.parametrize("where", ["allocate", "free"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_interrupt_amid_the_bookkeeping_leaves_a_sound_loop(make_rig, monkeypatch, where, after):
+    rig = make_rig(max_sequences=2)
+    requests = [rig.loop.submit([n] * 5, SamplingParams(max_tokens=n)) for n in range(1, 4)]
+    original, calls = getattr(rig.manager.pool, where), []
+
+    def interrupted(*arguments):
+        calls.append(original(*arguments))
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(rig.manager.pool, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.run_to_end()
+    monkeypatch.undo()
+    rig.loop.check()
+    assert rig.loop.num_live == 0
+    assert rig.manager.pool.num_free == 39
+    assert all(request.finish_reason is not None for request in requests)
+    request = rig.loop.submit([1], GREEDY)
+    rig.run_to_end()
+    assert list(request.sequence.output_ids) == rig.run_alone([1], GREEDY)
+
+
 def test_loop_serves_new_requests_after_a_failed_step(make_rig):
     rig = make_rig()
     rig.loop.submit([1], GREEDY)
