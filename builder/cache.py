@@ -1,11 +1,9 @@
-"""Where llmbuild keeps what can be made again: fetched model files, compiled objects."""
+"""The lock of a place in the cache, held by one process of this machine at a time."""
 
 import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from llmbuild.cache import cache_root as cache_root
 
 
 @contextmanager

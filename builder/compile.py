@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmbuild.builder.artifact import EngineWriter
-from llmbuild.builder.cache import cache_root
 from llmbuild.builder.checkpoint import open_checkpoint
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.builder.graph.pipeline import run_passes
@@ -23,6 +22,7 @@ from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.build import build_cpu
 from llmbuild.builder.verify import verify_engine
+from llmbuild.cache import cache_root
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader
 from llmbuild.runtime.manifest import (

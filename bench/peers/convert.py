@@ -10,10 +10,10 @@ from bench.peers.install import install
 from bench.peers.llama_cpp_build import binaries
 from bench.peers.variants import OURS, PEERS, Variant
 from bench.peers.work_folder import CHECKOUT, WorkFolder
-from llmbuild.builder.cache import cache_root
 from llmbuild.builder.recipe import load_recipe
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import stderr_progress
+from llmbuild.cache import cache_root
 
 RECIPES = Path(__file__).parent / "recipes"
 DEMO_RECIPE = CHECKOUT / "recipes" / "smollm2-135m.yaml"

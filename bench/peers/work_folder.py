@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmbuild.builder.cache import cache_root
+from llmbuild.cache import cache_root
 
 CHECKOUT = Path(__file__).parents[2]
 

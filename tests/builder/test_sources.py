@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from llmbuild.builder.cache import cache_root, locked
+from llmbuild.builder.cache import locked
 from llmbuild.builder.fetch_cli import fetch_command
 from llmbuild.builder.sources import FORMS, HubSource, PathSource, PypiSource, fetch, parse_source
 from llmbuild.builder.sources.progress import PlainProgress, TerminalProgress
 from llmbuild.builder.sources.verify import Sha256
+from llmbuild.cache import cache_root
 from llmbuild.errors import SourceError
 
 # Larger than one read, and not a multiple of it.

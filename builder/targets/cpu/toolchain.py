@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import llmbuild.plugins
-from llmbuild.builder.cache import cache_root
+from llmbuild.cache import cache_root
 from llmbuild.errors import BuildError, InternalError
 from llmbuild.runtime.isa import LEVELS, supported_levels
 from llmbuild.version import __version__
