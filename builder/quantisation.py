@@ -7,7 +7,7 @@ import onnx_ir as ir
 from llmbuild.builder.graph.passes.rewrite import nodes_of, users
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.recipe import ROW, UNQUANTISED, Precisions, Quantisation
+from llmbuild.builder.recipe_quantisation import ROW, UNQUANTISED, Precisions, Quantisation
 from llmbuild.quant.plan import Candidate, QuantPlan, Rule, make_plan
 from llmbuild.quant.schemes import SCHEMES
 

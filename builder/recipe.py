@@ -11,26 +11,22 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from llmbuild.builder.recipe_errors import problem, problem_lines
+from llmbuild.builder.recipe_quantisation import UNQUANTISED, Quantisation
+from llmbuild.builder.recipe_section import Section, listed
 from llmbuild.builder.recipe_yaml import RecipeDumper, apply_overrides, read_recipe
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
-from llmbuild.quant.grid import GROUP_UNIT
 from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime.isa import LEVELS
-
-ROW: Literal["row"] = "row"
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_STEP_TOKENS = 512
@@ -39,12 +35,10 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUCKETS = (1, 2, 4, 8)
 DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
-DEFAULT_GROUP_SIZES: dict[int, int | Literal["row"]] = {4: 64, 8: ROW}  # by bits
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
 
 MAX_BUCKET = 64
-UNQUANTISED = "none"
 NATIVE = "native"  # the best level of the machine that builds
 
 Precision = Literal["fp32", "bf16"]
@@ -53,12 +47,8 @@ KVDtype = Literal["fp32", "bf16", "int8"]
 R = TypeVar("R", bound="Recipe")
 
 
-def _listed(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _levels(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _listed(value)
+    return (value,) if isinstance(value, str) else listed(value)
 
 
 def _target(value: Any) -> Any:
@@ -80,17 +70,6 @@ def _sha256(value: Any) -> str | dict[str, str] | None:
             raise ValueError("not a SHA-256")
     checked: str | dict[str, str] = value
     return checked
-
-
-class Section(BaseModel):
-    """Base of a recipe's records. A field's description says what is allowed."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _may_be_left_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class Model(Section):
@@ -166,78 +145,6 @@ class KVCache(Section):
     )
 
 
-class Precisions(Section):
-    """A scheme and its grid."""
-
-    scheme: str = Field(default=UNQUANTISED, description=f"{UNQUANTISED}, {', '.join(SCHEMES)}")
-    group_size: Annotated[int, Field(ge=GROUP_UNIT)] | Literal["row"] | None = Field(
-        default=None, description=f"a multiple of {GROUP_UNIT}, or {ROW}"
-    )
-    symmetric: bool | None = Field(default=None, description="true or false")
-
-    @field_validator("scheme")
-    @classmethod
-    def _scheme_exists(cls, scheme: str) -> str:
-        if scheme != UNQUANTISED and scheme not in SCHEMES:
-            raise ValueError("no scheme")
-        return scheme
-
-    @field_validator("group_size")
-    @classmethod
-    def _groups_are_whole_units(cls, size: Any) -> Any:
-        if isinstance(size, int) and size % GROUP_UNIT:
-            raise ValueError("no multiple")
-        return size
-
-    @field_validator("group_size", "symmetric")
-    @classmethod
-    def _scheme_has_a_grid(cls, given: Any, info: ValidationInfo) -> Any:
-        scheme = info.data.get("scheme")
-        if given is not None and scheme is not None and not _weight_bits(scheme):
-            raise problem(f"the scheme {scheme} has no grid to choose, so leave it out")
-        return given
-
-    @property
-    def int8_activations(self) -> bool:
-        return self.scheme != UNQUANTISED and SCHEMES[self.scheme].int8_activations
-
-    def resolved(self) -> dict[str, Any]:
-        """As written, with the grid's defaults filled."""
-        content = self.model_dump(exclude_none=True)
-        bits = _weight_bits(self.scheme)
-        if bits is not None:
-            content.setdefault("group_size", DEFAULT_GROUP_SIZES[bits])
-            content.setdefault("symmetric", True)
-        return content
-
-
-class Override(Precisions):
-    match: str
-    scheme: str  # has to be given
-
-    def resolved(self) -> dict[str, Any]:
-        return {"match": self.match, **super().resolved()}
-
-
-class Quantisation(Precisions):
-    overrides: Annotated[tuple[Override, ...], BeforeValidator(_listed)] = Field(
-        default=(),
-        description="a list of mappings with the keys match (a glob of tensor names) and scheme, "
-        "and where the scheme has a grid group_size, symmetric",
-    )
-
-    @property
-    def int8_activations(self) -> bool:
-        return super().int8_activations or any(o.int8_activations for o in self.overrides)
-
-    def resolved(self) -> dict[str, Any]:
-        return super().resolved() | {"overrides": [o.resolved() for o in self.overrides]}
-
-
-def _weight_bits(scheme: str) -> int | None:
-    return None if scheme == UNQUANTISED else SCHEMES[scheme].weight_bits
-
-
 class Verify(Section):
     tolerance: float | None = Field(
         default=None, gt=0, le=1, allow_inf_nan=False, description="a number above 0, at most 1"
@@ -270,7 +177,7 @@ class Recipe(Section):
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
     kv_cache: KVCache = KVCache()
-    buckets: Annotated[tuple[int, ...] | None, BeforeValidator(_listed)] = Field(
+    buckets: Annotated[tuple[int, ...] | None, BeforeValidator(listed)] = Field(
         default=None,
         description=f"a list of distinct integers from 1 to {MAX_BUCKET}, ascending from 1",
     )

@@ -1,0 +1,87 @@
+"""The recipe's choice of weight precisions: a scheme, its grid, and overrides by tensor name."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from llmbuild.builder.recipe_errors import problem
+from llmbuild.builder.recipe_section import Section, listed
+from llmbuild.quant.grid import GROUP_UNIT
+from llmbuild.quant.schemes import SCHEMES
+
+ROW: Literal["row"] = "row"
+UNQUANTISED = "none"
+
+DEFAULT_GROUP_SIZES: dict[int, int | Literal["row"]] = {4: 64, 8: ROW}  # by bits
+
+
+class Precisions(Section):
+    """A scheme and its grid."""
+
+    scheme: str = Field(default=UNQUANTISED, description=f"{UNQUANTISED}, {', '.join(SCHEMES)}")
+    group_size: Annotated[int, Field(ge=GROUP_UNIT)] | Literal["row"] | None = Field(
+        default=None, description=f"a multiple of {GROUP_UNIT}, or {ROW}"
+    )
+    symmetric: bool | None = Field(default=None, description="true or false")
+
+    @field_validator("scheme")
+    @classmethod
+    def _scheme_exists(cls, scheme: str) -> str:
+        if scheme != UNQUANTISED and scheme not in SCHEMES:
+            raise ValueError("no scheme")
+        return scheme
+
+    @field_validator("group_size")
+    @classmethod
+    def _groups_are_whole_units(cls, size: Any) -> Any:
+        if isinstance(size, int) and size % GROUP_UNIT:
+            raise ValueError("no multiple")
+        return size
+
+    @field_validator("group_size", "symmetric")
+    @classmethod
+    def _scheme_has_a_grid(cls, given: Any, info: ValidationInfo) -> Any:
+        scheme = info.data.get("scheme")
+        if given is not None and scheme is not None and not _weight_bits(scheme):
+            raise problem(f"the scheme {scheme} has no grid to choose, so leave it out")
+        return given
+
+    @property
+    def int8_activations(self) -> bool:
+        return self.scheme != UNQUANTISED and SCHEMES[self.scheme].int8_activations
+
+    def resolved(self) -> dict[str, Any]:
+        """As written, with the grid's defaults filled."""
+        content = self.model_dump(exclude_none=True)
+        bits = _weight_bits(self.scheme)
+        if bits is not None:
+            content.setdefault("group_size", DEFAULT_GROUP_SIZES[bits])
+            content.setdefault("symmetric", True)
+        return content
+
+
+class Override(Precisions):
+    match: str
+    scheme: str  # has to be given
+
+    def resolved(self) -> dict[str, Any]:
+        return {"match": self.match, **super().resolved()}
+
+
+class Quantisation(Precisions):
+    overrides: Annotated[tuple[Override, ...], BeforeValidator(listed)] = Field(
+        default=(),
+        description="a list of mappings with the keys match (a glob of tensor names) and scheme, "
+        "and where the scheme has a grid group_size, symmetric",
+    )
+
+    @property
+    def int8_activations(self) -> bool:
+        return super().int8_activations or any(o.int8_activations for o in self.overrides)
+
+    def resolved(self) -> dict[str, Any]:
+        return super().resolved() | {"overrides": [o.resolved() for o in self.overrides]}
+
+
+def _weight_bits(scheme: str) -> int | None:
+    return None if scheme == UNQUANTISED else SCHEMES[scheme].weight_bits
