@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from bench.roofline import Work
 from bench.step_work import model_size
+from llmbuild.builder.targets.cpu.head_runs import KV_CPP_TYPES
 from llmbuild.builder.targets.cpu.lowering import ATTENTION_RANGE_KEYS
 from llmbuild.builder.targets.cpu.pack_quantised import quantised_bytes
 from llmbuild.quant.grid import WeightGrid
-from llmbuild.runtime.manifest import KV_ITEM_BYTES, KV_SCALE_BYTES, KVLayout, Manifest
+from llmbuild.runtime.manifest import KV_ITEM_BITS, KV_SCALE_BYTES, KVLayout, Manifest
 
 ITEM_BYTES = {"float": 4, "bf16": 2}
 GRIDS = (
@@ -76,21 +77,21 @@ def shape_of(manifest: Manifest) -> Shape:
 
 @dataclass(frozen=True)
 class KVDtype:
-    """A dtype of KV pools by the recipe's name."""
+    """A dtype of KV pools by the manifest's name."""
 
     name: str
 
     @property
     def item_bytes(self) -> int:
-        return KV_ITEM_BYTES[self.name]
+        """Of the kernels' type; two codes of int4 are one item."""
+        return -(-KV_ITEM_BITS[self.name] // 8)
 
     def head_bytes(self, s: Shape) -> int:
         """Of one token's K or V in one head."""
-        scale = KV_SCALE_BYTES if self.name == "int8" else 0
-        return s.head_dim * self.item_bytes + scale
+        return s.head_dim * KV_ITEM_BITS[self.name] // 8 + KV_SCALE_BYTES.get(self.name, 0)
 
 
-KV_DTYPES = {"float": KVDtype("fp32"), "bf16": KVDtype("bf16"), "int8_t": KVDtype("int8")}
+KV_DTYPES = {cpp_type: KVDtype(name) for name, cpp_type in KV_CPP_TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _int8_row_bytes(k: int) -> int:
 
 
 def _attention(s: Shape, dtype: str) -> Iterator[Case]:
-    heads = f"{dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}"
+    heads = f"{dtype}, {dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}"
     for context in CONTEXTS:
         for name, batch in (
             ("decode", Batch(1, 1, context)),
@@ -226,7 +227,7 @@ def _pool_bytes(s: Shape, batch: Batch, dtype: str) -> int:
         block_size=s.block_size, num_kv_heads=s.kv_heads, head_dim=s.head_dim, layers=[]
     )
     blocks = batch.sequences * -(-batch.context // s.block_size)
-    return blocks * layout.pool_block_bytes(KV_DTYPES[dtype].name)
+    return blocks * s.kv_heads * layout.head_block_bytes(KV_DTYPES[dtype].name)
 
 
 def _norms(s: Shape, batch: Batch) -> Iterator[Case]:
@@ -262,10 +263,10 @@ def _rope(s: Shape, batch: Batch) -> Iterator[Case]:
     for dtype, kv in KV_DTYPES.items():
         pool_bytes = _pool_bytes(s, batch, dtype)
         write = (
-            f"rope_kv_write<{dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, {s.block_size}, "
-            f"{s.qkv}, {s.qkv}, {s.qkv}, {s.q}, false>(worker, d.step, d.a, d.a + {s.q}, "
-            f"d.a + {s.q + s.kv}, d.b, nullptr, nullptr, 0.0f, d.at<{dtype}>(), "
-            f"d.at<{dtype}>({pool_bytes // kv.item_bytes}), d.c)"
+            f"rope_kv_write<{dtype}, {dtype}, {s.heads}, {s.kv_heads}, {s.head_dim}, "
+            f"{s.block_size}, {s.qkv}, {s.qkv}, {s.qkv}, {s.q}, false>"
+            f"(worker, d.step, d.a, d.a + {s.q}, d.a + {s.q + s.kv}, d.b, nullptr, nullptr, 0.0f, "
+            f"d.at<{dtype}>(), d.at<{dtype}>({pool_bytes // kv.item_bytes}), d.c)"
         )
         warm = 4 * r * (s.qkv + s.q + s.head_dim)
         work = Work(2 * r * s.kv_heads * kv.head_bytes(s), warm, 3 * r * (s.q + s.kv))

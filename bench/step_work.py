@@ -5,7 +5,7 @@ import numpy as np
 from bench.roofline import Work
 from llmbuild.errors import UserError
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.manifest import KV_ITEM_BYTES, SCRATCH_BLOCK, Manifest
+from llmbuild.runtime.manifest import KV_ITEM_BITS, SCRATCH_BLOCK, Manifest
 
 
 class StepWork:
@@ -32,7 +32,7 @@ class StepWork:
         mlp = (3 if model["gated_mlp"] else 2) * hidden * inner
         self.layer_weights = hidden * (2 * self.q_size + 2 * kv_size) + mlp
         self.head_weights = manifest.vocab_size * hidden
-        self.head_bytes = self.head_weights * KV_ITEM_BYTES[manifest.precision]
+        self.head_bytes = self.head_weights * KV_ITEM_BITS[manifest.precision] // 8
         tables = 1 if model["tie_embeddings"] else 2  # the token embedding's rows are gathered
         weights_bytes = manifest.files[manifest.ranks[0].weights].size_bytes
         self.body_bytes = weights_bytes - tables * self.head_bytes

@@ -3,8 +3,9 @@
 An engine is written in a staging directory beside the output path and gets there in one atomic
 step. Layout of `.NAME.staging-XXXXXXXX`, for an output path NAME:
 
-    lock     held (flock) by the process that writes; the kernel frees it however that one ends
-    engine/  what will be published; after an exchange, the engine that was replaced
+    lock        held (flock) by the process that writes; the kernel frees it however that one ends
+    engine/     what will be published; after an exchange, the engine that was replaced
+    reference/  an engine to compare it with, where a gate does
 
 `lock` goes last when a staging directory is removed, so one without it is empty.
 """
@@ -35,6 +36,7 @@ from llmbuild.runtime.manifest import (
 
 _LOCK = "lock"
 _ENGINE = "engine"
+_REFERENCE = "reference"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -44,9 +46,9 @@ class EngineWriter:
     """Context of a compile that publishes to `out`.
 
     Entering it refuses an output path that can't be used, removes what killed compiles left, and
-    makes `root`, the folder to write the engine's files in. Leaving it removes the staging
-    directory, whatever happened. Several compiles to one path don't disturb each other: the last
-    to publish stays.
+    makes `root`, the folder to write the engine's files in; `reference` is a path beside it for
+    another engine. Leaving it removes the staging directory, whatever happened. Several compiles
+    to one path don't disturb each other: the last to publish stays.
     """
 
     def __init__(self, out: Path) -> None:
@@ -63,6 +65,7 @@ class EngineWriter:
                 f"can't write beside the output path {self.out}: {error}; give another one"
             ) from error
         self.root = self._staging / _ENGINE
+        self.reference = self._staging / _REFERENCE
         try:
             if is_engine(self.out):
                 _try_exchange(self._staging)
@@ -82,21 +85,34 @@ class EngineWriter:
         os.close(self._lock)
 
     def publish(self, manifest: Manifest) -> Manifest:
-        """Puts the engine at the output path; returns the manifest as written.
+        """Seals the engine and puts it at the output path; returns the manifest as written.
 
-        `files` and `digest` of the manifest are filled in here. The runtime's own checks must
-        accept the engine first (InternalError otherwise). Raises BuildError when the files can't
-        be written or the output path has come to be in use.
+        Raises BuildError when the files can't be written or the output path has come to be in
+        use.
         """
+        sealed = seal_engine(self.root, manifest)
         try:
-            sealed = _write_manifest(self.root, manifest)
             _sync(self.root)
-            _check(self.root)
             _move(self.root, self.out)
             _sync_one(self.out.parent)
         except OSError as error:
             raise BuildError(f"can't publish the engine as {self.out}: {error}") from error
         return sealed
+
+
+def seal_engine(root: Path, manifest: Manifest) -> Manifest:
+    """Makes the files below `root` an engine that opens there; returns the manifest as written.
+
+    `files` and `digest` of the manifest are filled in here. The runtime's own checks must accept
+    the engine (InternalError otherwise). Files may still come or change: to publish seals them
+    again. Raises BuildError when the manifest can't be written.
+    """
+    try:
+        sealed = _write_manifest(root, manifest)
+        _check(root)
+    except OSError as error:
+        raise BuildError(f"can't finish the engine in {root}: {error}") from error
+    return sealed
 
 
 def check_output(out: Path) -> None:
@@ -178,7 +194,7 @@ def _remove(staging: Path) -> None:
 
 
 def _write_manifest(root: Path, manifest: Manifest) -> Manifest:
-    names = sorted(name for name, _ in files_under(root))
+    names = sorted(name for name, _ in files_under(root) if name != MANIFEST_NAME)
     files = {
         name: File(sha256=sha256(root / name), size_bytes=(root / name).stat().st_size)
         for name in names

@@ -2,38 +2,33 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
-from llmbuild.builder.artifact import EngineWriter
+from llmbuild.builder.artifact import EngineWriter, seal_engine
+from llmbuild.builder.assemble import Assembled, Model, assemble
+from llmbuild.builder.calibration.calibrate import Calibration
 from llmbuild.builder.checkpoint import open_checkpoint
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
-from llmbuild.builder.graph.pipeline import run_passes
+from llmbuild.builder.compiled_precision import require_planned
+from llmbuild.builder.gate import GateResult, check_texts, reference_recipe, run_gate
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.quantisation import plan_quantisation
-from llmbuild.builder.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
-from llmbuild.builder.report import make_report, write_report
+from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
+from llmbuild.builder.recipe import NATIVE, Recipe, ResolvedRecipe, effective_yaml, load_recipe
+from llmbuild.builder.report import make_report
+from llmbuild.builder.report_page import write_report
+from llmbuild.builder.rounding_losses import rounding_losses
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.cpu import toolchain
-from llmbuild.builder.targets.cpu.build import build_cpu
+from llmbuild.builder.targets.cpu.read_precision import read_precision
 from llmbuild.builder.verify import verify_engine
 from llmbuild.cache import cache_root
-from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.kv import needs_channel_scales
 from llmbuild.quant.reader import planned_reader
-from llmbuild.runtime.manifest import (
-    SCHEMA_VERSION,
-    KVLayer,
-    KVLayout,
-    Limits,
-    Manifest,
-    QuantisedTensor,
-)
-from llmbuild.version import __version__
 
 
 def compile(
@@ -48,56 +43,47 @@ def compile(
 
     out: where to publish, engines/<name> by default; an engine there is replaced in one step.
     overrides: "key.path=value", applied to the recipe. dump_dir: where to write the step graph
-    after each pass. Raises UserError for what the user can mend, InternalError when the compiled
-    code diverges from the reference; either way nothing is published.
+    after each pass. Raises UserError for what the user can mend, a failed gate among it,
+    InternalError when the compiled code diverges from the reference or from the planned precisions;
+    either way nothing is published.
     """
     recipe_path = Path(recipe_path)
+    base_dir = recipe_path.parent
     recipe = load_recipe(recipe_path, overrides)
     levels = toolchain.resolve_levels(recipe.target.isa)
     toolchain.find_compiler()
+    reference = None
+    if recipe.gate is not None:
+        check_texts(recipe.gate, base_dir, recipe.name)
+        reference = reference_recipe(recipe)
     stages = Stages(progress or PlainProgress())
 
     with EngineWriter(Path(out) if out else Path("engines") / recipe.name) as writer:
         root = writer.root
-        resolved, config, weights = _read_model(recipe, recipe_path.parent, root, stages)
-        limits, kv = _limits(resolved), _kv_layout(resolved, config)
-        with stages.stage("trace and passes"):
-            step = trace(config, resolved.precision)
-            plan = plan_quantisation(resolved.quantisation, step, weights)
-            run_passes(step, dump_dir, plan)
-            step.save(root / "graph" / "step.onnx")
-        read = planned_reader(weights, plan)
-        built = build_cpu(
-            step,
-            config,
-            read,
-            name=recipe.name,
-            limits=limits,
-            kv=kv,
-            levels=levels,
-            root=root,
-            stages=stages,
-        )
-        manifest = Manifest(
-            schema_version=SCHEMA_VERSION,
-            llmbuild_version=__version__,
-            name=recipe.name,
-            model=asdict(config),
-            vocab_size=config.vocab_size,
-            precision=resolved.precision,
-            quantised=_quantised(plan),
-            target=built.target,
-            limits=limits,
-            buckets=list(resolved.buckets),
-            kv=kv,
-            ranks=[built.rank],
-            files={},
-        )
+        model = open_model(recipe, base_dir, stages)
+        resolved = recipe.resolve(model.config.max_position)
+        _state_recipe(resolved, root, stages.progress)
+        assembled = build_engine(model, resolved, base_dir, root, levels, stages, dump_dir)
+        manifest = assembled.manifest
         for kind, count in manifest.quantised_kinds.items():
             stages.progress.note(f"quantised: {count} tensors to {kind}")
         tolerance = resolved.verify.tolerance
-        verified = verify_engine(root, manifest, step, read, tolerance, stages)
-        report = make_report(manifest, built.plan, config, verified, tolerance, stages.seconds)
+        verified = verify_engine(root, manifest, assembled.step, assembled.read, tolerance, stages)
+        gate = None
+        if reference is not None:
+            gate = _hold_to_gate(model, resolved, reference, assembled, writer, base_dir, stages)
+        with stages.stage("measure rounding"):
+            losses = rounding_losses(model.weights, assembled.quant_plan, assembled.read)
+        report = make_report(
+            assembled,
+            model.config,
+            verified,
+            gate,
+            tolerance,
+            stages.seconds,
+            rounding_losses=losses,
+            calibration=resolved.calibration,
+        )
         write_report(report, root)
         with stages.stage("publish"):
             writer.publish(manifest)
@@ -105,12 +91,50 @@ def compile(
     return writer.out
 
 
-def _read_model(
-    recipe: Recipe, base_dir: Path, root: Path, stages: Stages
-) -> tuple[ResolvedRecipe, DecoderConfig, ModelWeights]:
-    """Fetch and open the recipe's model; leaves tokenizer and effective recipe below `root`."""
+def build_engine(
+    model: Model,
+    resolved: ResolvedRecipe,
+    base_dir: Path,
+    root: Path,
+    levels: Sequence[str],
+    stages: Stages,
+    dump_dir: Path | None = None,
+) -> Assembled:
+    """Plan, calibrate where the plan asks for it, and write an engine's files below `root`."""
+    write_tokenizer(model.path, root)
+    with stages.stage("trace"):
+        step = trace(model.config, resolved.precision)
+    plan = plan_quantisation(resolved.quantisation, step, model.weights)
+    untie_head(step, plan)
+    calibration = Calibration(model, resolved, base_dir, root, stages)
+    calibrated = calibration.tensors(plan) if plan.needs_calibration else None
+    if calibrated is not None:
+        plan = calibrated.with_scales(plan)
+    kv = kv_layout(resolved, model.config)
+    kv_scales = {}
+    if needs_channel_scales(kv):
+        kv_scales = calibration.kv_scales(kv, plan, calibrated)
+    assembled = assemble(
+        model,
+        resolved,
+        step,
+        plan,
+        kv,
+        planned_reader(model.weights, plan, calibrated),
+        kv_scales=kv_scales,
+        levels=levels,
+        root=root,
+        stages=stages,
+        dump_dir=dump_dir,
+    )
+    require_planned(read_precision(assembled.plan, step), assembled.manifest, step)
+    return assembled if calibrated is None else replace(assembled, product_losses=calibrated.losses)
+
+
+def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
+    """Fetch and open the recipe's model."""
     with stages.stage("fetch", shows_bars=True):
-        source = fetch(
+        path = fetch(
             parse_source(recipe.model.source),
             recipe.model.sha256,
             base_dir=base_dir,
@@ -118,14 +142,13 @@ def _read_model(
             progress=stages.progress,
         )
     with stages.stage("read checkpoint"):
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_checkpoint(path)
         family = family_of(checkpoint.config)
         config = family.translate(checkpoint.config)
-        resolved = recipe.resolve(config.max_position)
         weights = ModelWeights(checkpoint, family, config)
-        write_tokenizer(source, root)
-    _state_recipe(resolved, root, stages.progress)
-    return resolved, config, weights
+    for note in checkpoint.notes:
+        stages.progress.note(note)
+    return Model(path, config, weights)
 
 
 def _state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> None:
@@ -135,31 +158,23 @@ def _state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> N
     (root / "recipe.yaml").write_text(text)
 
 
-def _quantised(plan: QuantPlan) -> dict[str, QuantisedTensor]:
-    return {
-        name: QuantisedTensor(
-            bits=grid.bits,
-            group_size=grid.group_size,
-            symmetric=grid.symmetric,
-            activation_group=plan.activation_groups.get(name, 0),
-        )
-        for name, grid in plan.weights.items()
-    }
-
-
-def _limits(resolved: ResolvedRecipe) -> Limits:
-    return Limits(
-        max_sequence_length=resolved.limits.max_sequence_length,
-        max_step_tokens=resolved.limits.max_step_tokens,
-        max_sequences=resolved.limits.max_sequences,
-    )
-
-
-def _kv_layout(resolved: ResolvedRecipe, config: DecoderConfig) -> KVLayout:
-    layer = KVLayer(k_dtype=resolved.kv_cache.dtype, v_dtype=resolved.kv_cache.dtype)
-    return KVLayout(
-        block_size=resolved.kv_cache.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        layers=[layer] * config.num_layers,
-    )
+def _hold_to_gate(
+    model: Model,
+    resolved: ResolvedRecipe,
+    reference: Recipe,
+    assembled: Assembled,
+    writer: EngineWriter,
+    base_dir: Path,
+    stages: Stages,
+) -> GateResult:
+    """Compile the unquantised engine beside ours, and measure both."""
+    assert resolved.gate is not None
+    stages.progress.note("gate: compiling the unquantised engine to compare with")
+    writer.reference.mkdir()
+    levels = toolchain.resolve_levels((NATIVE,))
+    unquantised = reference.resolve(model.config.max_position)
+    aside = Stages(stages.progress)  # whose times aren't the engine's
+    built = build_engine(model, unquantised, base_dir, writer.reference, levels, aside)
+    seal_engine(writer.reference, built.manifest)
+    seal_engine(writer.root, assembled.manifest)
+    return run_gate(resolved.gate, base_dir, writer.root, writer.reference, stages)

@@ -19,7 +19,11 @@ from pydantic import (
     field_validator,
 )
 
+from llmbuild.builder.recipe_calibration import DEFAULT_LENGTH, Calibration, ResolvedCalibration
 from llmbuild.builder.recipe_errors import problem, problem_lines
+from llmbuild.builder.recipe_gate import Gate, ResolvedGate
+from llmbuild.builder.recipe_kv_cache import KVCache, ResolvedKVCache
+from llmbuild.builder.recipe_plan import PrecisionPlan, read_plan
 from llmbuild.builder.recipe_quantisation import UNQUANTISED, Quantisation
 from llmbuild.builder.recipe_section import Section, listed
 from llmbuild.builder.recipe_yaml import RecipeDumper, apply_overrides, read_recipe
@@ -42,7 +46,6 @@ MAX_BUCKET = 64
 NATIVE = "native"  # the best level of the machine that builds
 
 Precision = Literal["fp32", "bf16"]
-KVDtype = Literal["fp32", "bf16", "int8"]
 
 R = TypeVar("R", bound="Recipe")
 
@@ -138,13 +141,6 @@ class Limits(Section):
         return self.max_sequences or min(DEFAULT_MAX_SEQUENCES, self.max_step_tokens)
 
 
-class KVCache(Section):
-    dtype: KVDtype | None = Field(default=None, description="fp32, bf16 or int8")
-    block_size: int | None = Field(
-        default=None, ge=1, le=256, description="an integer from 1 to 256"
-    )
-
-
 class Verify(Section):
     tolerance: float | None = Field(
         default=None, gt=0, le=1, allow_inf_nan=False, description="a number above 0, at most 1"
@@ -172,7 +168,7 @@ class Recipe(Section):
     quantisation: Annotated[Quantisation, BeforeValidator(_scheme)] = Field(
         default=Quantisation(),
         description=f"a scheme ({UNQUANTISED}, {', '.join(SCHEMES)}), or a mapping with the keys "
-        "scheme, group_size, symmetric, overrides",
+        "scheme, group_size, symmetric, method, overrides",
     )
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
@@ -181,6 +177,13 @@ class Recipe(Section):
         default=None,
         description=f"a list of distinct integers from 1 to {MAX_BUCKET}, ascending from 1",
     )
+    calibration: Calibration = Calibration()
+    plan: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a file that `llmbuild plan` wrote, relative to the recipe's folder",
+    )
+    gate: Gate | None = None
     verify: Verify = Verify()
 
     @field_validator("kv_cache")
@@ -193,6 +196,26 @@ class Recipe(Section):
                 text = f"at most limits.max_sequence_length, {length}, is allowed"
                 raise problem(text, loc=("kv_cache", "block_size"))
         return kv_cache
+
+    @field_validator("calibration")
+    @classmethod
+    def _calibration_fits_a_sequence(
+        cls, calibration: Calibration, info: ValidationInfo
+    ) -> Calibration:
+        limits: Limits | None = info.data.get("limits")
+        longest = limits and limits.max_sequence_length
+        if longest and calibration.length and calibration.length > longest:
+            text = f"at most limits.max_sequence_length, {longest}, is allowed"
+            raise problem(text, loc=("calibration", "length"))
+        return calibration
+
+    @field_validator("gate")
+    @classmethod
+    def _gate_fits_a_sequence(cls, gate: Gate | None, info: ValidationInfo) -> Gate | None:
+        limits: Limits | None = info.data.get("limits")
+        if gate and limits and limits.max_sequence_length:
+            gate.check_fits(limits.max_sequence_length)
+        return gate
 
     @field_validator("buckets")
     @classmethod
@@ -212,6 +235,17 @@ class Recipe(Section):
             raise problem(f"a bucket of at most limits.{key}, {most}, is allowed")
         return buckets
 
+    def with_plan(self, plan: PrecisionPlan) -> "Recipe":
+        """The recipe with the plan's overrides behind its own, which decide first."""
+        chosen = {"quantisation": plan.quantisation, "kv_cache": plan.kv_cache}
+        sections = {
+            name: getattr(self, name).model_copy(
+                update={"overrides": getattr(self, name).overrides + overrides}
+            )
+            for name, overrides in chosen.items()
+        }
+        return self.model_copy(update={**sections, "plan": None})
+
     def resolve(self, max_position: int) -> "ResolvedRecipe":
         """The recipe with every default filled.
 
@@ -228,21 +262,22 @@ class Recipe(Section):
         max_sequences = self.limits.effective_max_sequences
         content = self.model_dump()
         content["limits"] |= {"max_sequence_length": length, "max_sequences": max_sequences}
-        content["kv_cache"] = {
-            "dtype": self.kv_cache.dtype or self.precision,
-            "block_size": self.kv_cache.block_size or min(DEFAULT_BLOCK_SIZE, length),
-        }
+        content["kv_cache"] = self.kv_cache.resolved(
+            self.precision, min(DEFAULT_BLOCK_SIZE, length)
+        )
         content["buckets"] = self.buckets or tuple(
             bucket for bucket in DEFAULT_BUCKETS if bucket <= max_sequences
         )
         content["quantisation"] = self.quantisation.resolved()
+        content["calibration"] |= {"length": self.calibration.length or min(DEFAULT_LENGTH, length)}
+        content["gate"] = self.gate and self.gate.resolved(length)
         content["verify"] = {"tolerance": self.verify.tolerance or self._default_tolerance()}
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
 
     def _default_tolerance(self) -> float:
         if self.quantisation.int8_activations:
             return DEFAULT_INT8_TOLERANCE
-        if self.kv_cache.dtype == "int8":
+        if self.kv_cache.is_rounded:
             return DEFAULT_INT8_KV_TOLERANCE
         return DEFAULT_TOLERANCE[self.precision]
 
@@ -250,11 +285,6 @@ class Recipe(Section):
 class ResolvedLimits(Limits):
     max_sequence_length: int
     max_sequences: int
-
-
-class ResolvedKVCache(KVCache):
-    dtype: KVDtype
-    block_size: int
 
 
 class ResolvedVerify(Verify):
@@ -266,19 +296,22 @@ class ResolvedRecipe(Recipe):
 
     limits: ResolvedLimits
     kv_cache: ResolvedKVCache
+    calibration: ResolvedCalibration
+    gate: ResolvedGate | None = None
     buckets: tuple[int, ...]
     verify: ResolvedVerify
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with `KEY.PATH=VALUE` overrides applied.
+    """The recipe in a YAML file, with `KEY.PATH=VALUE` overrides applied, and its plan's.
 
     Raises RecipeError, which lists every problem of the recipe, one a line.
     """
     content = read_recipe(path)
     apply_overrides(content, overrides)
     with_overrides = "".join(f" --set {override}" for override in overrides)
-    return _validated(Recipe, content, f"recipe {path}{with_overrides}")
+    recipe = _validated(Recipe, content, f"recipe {path}{with_overrides}")
+    return recipe if recipe.plan is None else recipe.with_plan(read_plan(path.parent / recipe.plan))
 
 
 def effective_yaml(resolved: ResolvedRecipe) -> str:

@@ -3,18 +3,18 @@
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 # Known, and refused until they are built.
-UNSUPPORTED_KEYS = {"calibration", "gate"}
 UNSUPPORTED_VALUES: dict[str, set[object]] = {
     "target.kind": {"tensorrt", "tensorrt-rtx"},
     "precision": {"fp16", "int8", "int4", "fp8"},
-    "kv_cache.dtype": {"fp16", "int4", "fp8"},
+    "kv_cache.dtype": {"fp16", "fp8"},
 }
 
 MAX_SHOWN_CHARACTERS = 80
@@ -80,24 +80,28 @@ def _locate(loc: tuple[int | str, ...], content: Any) -> tuple[list[int | str], 
 
 
 def _unknown_key(path: str, name: str, schema: type[BaseModel]) -> str:
-    if path in UNSUPPORTED_KEYS:
-        return "not yet supported; leave it out"
-
     def likeness(known: str) -> tuple[float, float]:
         own_name = known.rpartition(".")[2]
         return _ratio(name, own_name), _ratio(path, known)
 
-    nearest = max([*known_keys(schema), *sorted(UNSUPPORTED_KEYS)], key=likeness)
-    note = " (not yet supported)" if nearest in UNSUPPORTED_KEYS else ""
-    return f"unknown key; the nearest known key is {nearest}{note}"
+    nearest = max(known_keys(schema), key=likeness)
+    return f"unknown key; the nearest known key is {nearest}"
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a recipe as a dotted path, sections before what they hold."""
     for name, field in schema.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
+        section = _section(field.annotation)
+        if section is not None:
+            yield from known_keys(section, f"{prefix}{name}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The record that a field holds, one that may be left out included."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    records = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return records[0] if records else None
 
 
 def _allowed(keys: list[int | str], schema: type[BaseModel]) -> str:
@@ -106,7 +110,7 @@ def _allowed(keys: list[int | str], schema: type[BaseModel]) -> str:
     section: Any = schema
     for key in keys:
         field = section.model_fields[key]
-        section, description = field.annotation, field.description
+        section, description = _section(field.annotation), field.description
     return description or f"a mapping with the keys {', '.join(section.model_fields)}"
 
 

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from llmbuild.builder.recipe_errors import problem
 from llmbuild.builder.recipe_section import Section, listed
 from llmbuild.quant.grid import GROUP_UNIT
+from llmbuild.quant.plan import METHODS, Method
 from llmbuild.quant.schemes import SCHEMES
 
 ROW: Literal["row"] = "row"
@@ -23,6 +24,7 @@ class Precisions(Section):
         default=None, description=f"a multiple of {GROUP_UNIT}, or {ROW}"
     )
     symmetric: bool | None = Field(default=None, description="true or false")
+    method: Method | None = Field(default=None, description=", ".join(METHODS))
 
     @field_validator("scheme")
     @classmethod
@@ -38,7 +40,7 @@ class Precisions(Section):
             raise ValueError("no multiple")
         return size
 
-    @field_validator("group_size", "symmetric")
+    @field_validator("group_size", "symmetric", "method")
     @classmethod
     def _scheme_has_a_grid(cls, given: Any, info: ValidationInfo) -> Any:
         scheme = info.data.get("scheme")
@@ -57,6 +59,7 @@ class Precisions(Section):
         if bits is not None:
             content.setdefault("group_size", DEFAULT_GROUP_SIZES[bits])
             content.setdefault("symmetric", True)
+            content.setdefault("method", _default_method(self.scheme, bits))
         return content
 
 
@@ -72,7 +75,7 @@ class Quantisation(Precisions):
     overrides: Annotated[tuple[Override, ...], BeforeValidator(listed)] = Field(
         default=(),
         description="a list of mappings with the keys match (a glob of tensor names) and scheme, "
-        "and where the scheme has a grid group_size, symmetric",
+        "and where the scheme has a grid group_size, symmetric, method",
     )
 
     @property
@@ -85,3 +88,9 @@ class Quantisation(Precisions):
 
 def _weight_bits(scheme: str) -> int | None:
     return None if scheme == UNQUANTISED else SCHEMES[scheme].weight_bits
+
+
+def _default_method(scheme: str, bits: int) -> Method:
+    if SCHEMES[scheme].static_activations:
+        return "smoothquant"
+    return "gptq" if bits == 4 else "rtn"

@@ -56,27 +56,31 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_recipe(path: Path) -> dict[Any, Any]:
-    """The mapping that a recipe file holds, its keys and values not yet checked."""
+def read_recipe(path: Path, kind: str = "recipe") -> dict[Any, Any]:
+    """The mapping that a recipe file holds, its keys and values not yet checked.
+
+    kind: what messages call the file.
+    """
+    what = f"{kind} {path}"
     try:
         if path.is_dir() or (path.exists() and not path.is_file()):
-            raise RecipeError(f"recipe {path}: it isn't a file; give the path of a YAML file")
+            raise RecipeError(f"{what}: it isn't a file; give the path of a YAML file")
         with path.open("rb") as file:
             raw = file.read(MAX_RECIPE_BYTES + 1)
         text = raw.decode()
     except OSError as error:
-        raise RecipeError(f"recipe {path}: {error.strerror}") from error
+        raise RecipeError(f"{what}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"recipe {path}: it isn't UTF-8 text (byte {error.start})") from error
+        raise RecipeError(f"{what}: it isn't UTF-8 text (byte {error.start})") from error
     if len(raw) > MAX_RECIPE_BYTES:
-        raise RecipeError(f"recipe {path}: larger than {MAX_RECIPE_BYTES} bytes, so no recipe")
-    content = _parse(text, f"recipe {path}")
+        raise RecipeError(f"{what}: larger than {MAX_RECIPE_BYTES} bytes, so no {kind}")
+    content = _parse(text, what)
     if content is None:
-        raise RecipeError(f"recipe {path}: it is empty; a recipe starts with `version: 1`")
+        raise RecipeError(f"{what}: it is empty; a {kind} starts with `version: 1`")
     if not isinstance(content, dict):
         raise RecipeError(
-            f"recipe {path}: it holds a {type(content).__name__}; "
-            "a recipe is a mapping that starts with `version: 1`"
+            f"{what}: it holds a {type(content).__name__}; "
+            f"a {kind} is a mapping that starts with `version: 1`"
         )
     return content
 

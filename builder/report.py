@@ -1,19 +1,27 @@
-"""The build report: what the engine weighs, reads and computes, and what the build took."""
+"""The build report: what the engine weighs, reads and computes, what quantisation did to it, and
+what the build took. builder/report_page.py writes it."""
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from html import escape
-from pathlib import Path
-from string import Template
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from llmbuild.builder.assemble import Assembled
+from llmbuild.builder.compiled_precision import CompiledPrecision, WeightPrecision, in_words
+from llmbuild.builder.gate import GateResult, Row
+from llmbuild.builder.models.canonical import HEAD
 from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.recipe_calibration import ResolvedCalibration
 from llmbuild.builder.stages import peak_rss_bytes
 from llmbuild.builder.targets.cpu.pack import packed_bytes
 from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
+from llmbuild.builder.targets.cpu.read_precision import read_precision
+from llmbuild.quant.kv import needs_channel_scales
 from llmbuild.runtime.manifest import Manifest
 
+PRODUCTS, WEIGHTS = "products", "weights"  # what a loss is of
+
 _CONTEXTS = (128, 2048, 8192)
+_BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -32,44 +40,162 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
-class Report:
-    """`weights_bytes` are the packed file's; `peak_rss_bytes` is the compiling process's."""
+class Matrix:
+    """A canonical matrix, its precision read back from the executable's plan.
+
+    code: the precision in short, such as "w4 g64 s, a8". bits: of a weight. loss: relative squared
+    error, None of one that isn't quantised; loss_of: PRODUCTS with calibration's inputs, or WEIGHTS
+    where no calibration judged it.
+    """
 
     name: str
+    code: str
+    weights: str
+    activations: str  # "" where no linear reads it
+    bits: int
+    loss: float | None
+    loss_of: str
+
+
+@dataclass(frozen=True)
+class KVDtypes:
+    """A layer's KV cache, by KV head, read back from the executable's plan."""
+
+    k: list[str]
+    v: list[str]
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """The tokens that calibration ran on."""
+
+    source: str
+    sequences: int
+    length: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """`weights_bytes` are the packed file's; `unquantised_weights_bytes` what they would be in
+    `precision`. `peak_rss_bytes` is the compiling process's."""
+
+    name: str
+    precision: str
     weights_bytes: int
     weights_by_dtype: dict[str, int]
+    unquantised_weights_bytes: int
     arena_bytes: int
     kv_bytes_per_token: int
+    bf16_kv_bytes_per_token: int
+    matrices: list[Matrix]
+    kv: list[KVDtypes]  # by layer
+    calibration: CalibrationData | None  # None: none ran
     decode: list[DecodeStep]
     verified: dict[str, float | None]  # by ISA level; None: this processor can't run it
     tolerance: float
+    gate: list[Row]
     seconds: dict[str, float]  # by stage of the build
     peak_rss_bytes: int
 
 
 def make_report(
-    manifest: Manifest,
-    plan: StepPlan,
+    assembled: Assembled,
     config: DecoderConfig,
     verified: dict[str, float | None],
+    gate: GateResult | None,
     tolerance: float,
     seconds: dict[str, float],
+    *,
+    rounding_losses: Mapping[str, float],
+    calibration: ResolvedCalibration,
 ) -> Report:
-    """The report of a build that is about to be published."""
+    """The report of a build that is about to be published. rounding_losses: of the quantised
+    matrices that calibration didn't judge. calibration: the recipe's, whether or not it ran."""
+    manifest, plan, kv = assembled.manifest, assembled.plan, assembled.manifest.kv
+    compiled = read_precision(plan, assembled.step)
     by_dtype: dict[str, int] = {}
     for weight in plan.weights:
         by_dtype[weight.dtype] = by_dtype.get(weight.dtype, 0) + packed_bytes(weight)
     return Report(
         name=manifest.name,
+        precision=manifest.precision,
         weights_bytes=sum(by_dtype.values()),
         weights_by_dtype=by_dtype,
+        unquantised_weights_bytes=_unquantised_bytes(plan, manifest.precision, config),
         arena_bytes=manifest.ranks[0].arena_bytes,
-        kv_bytes_per_token=manifest.kv.block_bytes // manifest.kv.block_size,
+        kv_bytes_per_token=kv.block_bytes // kv.block_size,
+        bf16_kv_bytes_per_token=2 * len(kv.layers) * kv.num_kv_heads * kv.head_dim * _BF16_BYTES,
+        matrices=_matrices(compiled, assembled.product_losses, rounding_losses),
+        kv=_kv_dtypes(compiled, config),
+        calibration=_calibration(assembled, calibration),
         decode=_decode_steps(manifest, plan, config),
         verified=verified,
         tolerance=tolerance,
+        gate=[] if gate is None else gate.rows,
         seconds=seconds,
         peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _matrices(
+    compiled: CompiledPrecision,
+    product_losses: Mapping[str, float],
+    rounding_losses: Mapping[str, float],
+) -> list[Matrix]:
+    matrices = []
+    for name, (precision,) in compiled.weights.items():
+        activations = next(iter(compiled.activations.get(name, ())), None)
+        code, bits = _code_and_bits(precision)
+        if activations is not None and activations.group:
+            code += ", a8 static" if activations.static else ", a8"
+        of_products = name in product_losses
+        matrices.append(
+            Matrix(
+                name=name,
+                code=code,
+                weights=in_words(precision),
+                activations="" if activations is None else in_words(activations),
+                bits=bits,
+                loss=product_losses[name] if of_products else rounding_losses.get(name),
+                loss_of=PRODUCTS if of_products else WEIGHTS if name in rounding_losses else "",
+            )
+        )
+    return matrices
+
+
+def _code_and_bits(precision: WeightPrecision) -> tuple[str, int]:
+    if isinstance(precision, str):
+        return precision, {"fp32": 32, "bf16": 16}[precision]
+    groups = f"g{precision.group_size}" if precision.group_size else "row"
+    offset = "s" if precision.symmetric else "z" if precision.zero_points else "m"
+    return f"w{precision.bits} {groups} {offset}", precision.bits
+
+
+def _kv_dtypes(compiled: CompiledPrecision, config: DecoderConfig) -> list[KVDtypes]:
+    def dtypes(layer: int, kind: str) -> list[str]:
+        heads = range(config.num_kv_heads)
+        return [next(iter(compiled.kv[f"layers.{layer}.{kind}.{head}"])) for head in heads]
+
+    layers = range(config.num_layers)
+    return [KVDtypes(dtypes(layer, "k"), dtypes(layer, "v")) for layer in layers]
+
+
+def _calibration(assembled: Assembled, chosen: ResolvedCalibration) -> CalibrationData | None:
+    kv = assembled.manifest.kv
+    if not assembled.quant_plan.needs_calibration and not needs_channel_scales(kv):
+        return None
+    return CalibrationData(chosen.data, chosen.sequences, chosen.length, chosen.seed)
+
+
+def _unquantised_bytes(plan: StepPlan, precision: str, config: DecoderConfig) -> int:
+    """Of the same weights without grids; a tied head that got a matrix of its own needs none."""
+    return sum(
+        packed_bytes(replace(weight, dtype=precision, layout=Layout.TILES_OF_16, grid=None))
+        if weight.grid is not None
+        else packed_bytes(weight)
+        for weight in plan.weights
+        if weight.name != HEAD or not config.tie_embeddings
     )
 
 
@@ -111,57 +237,3 @@ def _read_of(weight: PackedWeight, size: int, config: DecoderConfig) -> int:
         return size
     assert config.moe is not None
     return size * config.moe.top_k // config.moe.num_experts
-
-
-def write_report(report: Report, root: Path) -> None:
-    """Write report.json and report.html, which needs no other file and no server."""
-    (root / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
-    template = Template(Path(__file__).with_name("report.html.in").read_text())
-    sections = {
-        "decode": _table(
-            ("context (tokens)", "weights (MB)", "KV (MB)", "operations (M)", "operations / byte"),
-            [
-                (
-                    step.context_tokens,
-                    _mb(step.weight_bytes),
-                    _mb(step.kv_bytes),
-                    f"{step.operations / 1e6:.1f}",
-                    f"{step.operations_per_byte:.2f}",
-                )
-                for step in report.decode
-            ],
-        ),
-        "memory": _table(
-            ("what", "MB"),
-            [
-                *((f"weights, {d}", _mb(size)) for d, size in report.weights_by_dtype.items()),
-                ("activations of the largest step", _mb(report.arena_bytes)),
-                ("KV cache per 1,000 tokens", _mb(1000 * report.kv_bytes_per_token)),
-            ],
-        ),
-        "verified": _table(
-            ("ISA level", "largest logit difference", "allowed"),
-            [
-                (level, "not run here" if worst is None else f"{worst:.1e}", report.tolerance)
-                for level, worst in report.verified.items()
-            ],
-        ),
-        "seconds": _table(
-            ("stage", "seconds"), [(stage, f"{s:.2f}") for stage, s in report.seconds.items()]
-        ),
-    }
-    (root / "report.html").write_text(
-        template.substitute(
-            name=escape(report.name), peak_rss_mb=_mb(report.peak_rss_bytes), **sections
-        )
-    )
-
-
-def _mb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.1f}"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
-    cells = "".join(f"<th>{escape(title)}</th>" for title in head)
-    lines = [f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table><tr>{cells}</tr>{''.join(lines)}</table>"

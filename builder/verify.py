@@ -10,13 +10,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.graph.step_graph import CODES, StepGraph
-from llmbuild.builder.graph.trace import TORCH_DTYPES
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import InternalError
 from llmbuild.plugins.common.kv_pools import LayerPools
@@ -167,11 +165,7 @@ def verify_engine(
 
 def _empty_pools(kv: KVLayout, num_blocks: int) -> list[LayerPools]:
     shape = (num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim)
-    dtypes = TORCH_DTYPES | {"int8": torch.int8}
-    return [
-        LayerPools.filled(shape, dtypes[layer.k_dtype], dtypes[layer.v_dtype])
-        for layer in kv.layers
-    ]
+    return [LayerPools.filled(shape, layer.k_dtypes, layer.v_dtypes) for layer in kv.layers]
 
 
 def stored_steps(

@@ -13,11 +13,12 @@ from llmbuild.version import __version__
 
 _HOMES = {  # of each command, which is imported when it's asked for
     "compile": "llmbuild.builder.compile_cli:compile_command",
-    "eval": "llmbuild.quant.evaluate_cli:eval_group",
+    "eval": "llmbuild.quant.evaluation.cli:eval_group",
     "fetch": "llmbuild.builder.fetch_cli:fetch_command",
     "generate": "llmbuild.runtime.generate_cli:generate_command",
     "inspect": "llmbuild.runtime.inspect_cli:inspect",
     "models": "llmbuild.builder.models.models_cli:models_command",
+    "plan": "llmbuild.builder.plan_cli:plan_command",
     "verify": "llmbuild.runtime.verify_cli:verify_command",
 }
 

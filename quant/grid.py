@@ -1,12 +1,13 @@
 """Quantised matrices: whole numbers on a grid of scales, one for each group of a row's columns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 GROUP_UNIT = 32  # a group is so many columns, or a multiple of it
+_PART_ITEMS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,21 @@ class WeightGrid:
 
     bits: 4 or 8. group_size: neighbouring columns that share a scale, a multiple of GROUP_UNIT
     that divides the row; 0 for the whole row. symmetric: codes stand around zero; otherwise a group
-    has a minimum, too.
+    has a minimum, too, or with zero_points the code that stands for 0.
     """
 
     bits: int
     group_size: int
     symmetric: bool
+    zero_points: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.symmetric and self.zero_points)
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether a group has a minimum."""
+        return not self.symmetric and not self.zero_points
 
     @property
     def zero(self) -> int:
@@ -38,21 +48,24 @@ class WeightGrid:
     def describe(self) -> str:
         """In words, for reports: int4 in groups of 64, symmetric."""
         groups = f"groups of {self.group_size}" if self.group_size else "one group a row"
-        return f"int{self.bits}, {groups}, {'symmetric' if self.symmetric else 'with minimum'}"
+        offset = "with zero points" if self.zero_points else "with minimum"
+        return f"int{self.bits}, {groups}, {'symmetric' if self.symmetric else offset}"
 
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """w = scale (code - zero) in a symmetric grid, else scale code + minimum.
+    """w = scale (code - zero) in a symmetric grid, and in one of zero points, whose groups have a
+    zero each; else scale code + minimum.
 
-    codes: uint8 [rows, columns], from 0 to 2^bits - 1. scales, and minima unless symmetric: float16
-    [rows, groups].
+    codes: uint8 [rows, columns], from 0 to 2^bits - 1. scales, and minima where the grid has them:
+    float16 [rows, groups]. zeros, where the grid has zero points: uint8 [rows, groups], codes.
     """
 
     grid: WeightGrid
     codes: NDArray[np.uint8]
     scales: NDArray[np.float16]
     minima: NDArray[np.float16] | None = None
+    zeros: NDArray[np.uint8] | None = None
 
     @property
     def size(self) -> int:
@@ -63,7 +76,9 @@ class QuantisedMatrix:
         """The values, float32 [rows, columns]."""
         width = self.grid.columns_of(self.codes.shape[1])
         grouped = self.codes.reshape(len(self.codes), -1, width).astype(np.float32)
-        if self.minima is None:
+        if self.zeros is not None:
+            grouped -= self.zeros.astype(np.float32)[..., None]
+        elif self.minima is None:
             grouped -= self.grid.zero
         grouped *= self.scales.astype(np.float32)[..., None]
         if self.minima is not None:
@@ -73,7 +88,8 @@ class QuantisedMatrix:
     def take_rows(self, rows: NDArray[np.intp] | slice) -> "QuantisedMatrix":
         """Some rows, in the order given."""
         minima = None if self.minima is None else self.minima[rows]
-        return QuantisedMatrix(self.grid, self.codes[rows], self.scales[rows], minima)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return QuantisedMatrix(self.grid, self.codes[rows], self.scales[rows], minima, zeros)
 
 
 def join_rows(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
@@ -81,9 +97,32 @@ def join_rows(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
     if len(parts) == 1:
         return parts[0]
     minima = [part.minima for part in parts if part.minima is not None]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
     return QuantisedMatrix(
         parts[0].grid,
         np.concatenate([part.codes for part in parts]),
         np.concatenate([part.scales for part in parts]),
         np.concatenate(minima) if minima else None,
+        np.concatenate(zeros) if zeros else None,
     )
+
+
+def empty_matrix(grid: WeightGrid, shape: tuple[int, ...]) -> QuantisedMatrix:
+    """A matrix to be filled."""
+    rows, columns = shape
+    groups = columns // grid.columns_of(columns)
+    return QuantisedMatrix(
+        grid,
+        np.empty((rows, columns), np.uint8),
+        np.empty((rows, groups), np.float16),
+        np.empty((rows, groups), np.float16) if grid.has_minima else None,
+        np.empty((rows, groups), np.uint8) if grid.zero_points else None,
+    )
+
+
+def row_parts(shape: tuple[int, ...], part_items: int | None = None) -> Iterator[slice]:
+    """Slices of rows to be quantised one after the other, so that little is held beside the
+    result."""
+    step = max(1, (part_items or _PART_ITEMS) // shape[1])
+    for begin in range(0, shape[0], step):
+        yield slice(begin, min(begin + step, shape[0]))

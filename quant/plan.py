@@ -4,6 +4,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmbuild.errors import RecipeError
 from llmbuild.quant.grid import GROUP_UNIT, WeightGrid
@@ -11,16 +15,21 @@ from llmbuild.quant.schemes import Scheme
 
 WIDEST_ACTIVATION_GROUP = 64
 
+Method = Literal["rtn", "gptq", "awq", "smoothquant"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
 
 @dataclass(frozen=True)
 class Rule:
     """What becomes of the matrices whose names a glob matches; scheme None leaves them as they
-    are. group_size and symmetric are a grid's, for schemes that don't keep stored codes."""
+    are. group_size and symmetric are a grid's, for schemes that don't keep stored codes. method:
+    how weights are rounded to it."""
 
     match: str
     scheme: Scheme | None
     group_size: int = 0
     symmetric: bool = True
+    method: Method = "rtn"
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,20 @@ class Candidate:
 class QuantPlan:
     """weights: grid of each quantised tensor by canonical name; all others stay as they are.
     activation_groups: of those that meet int8 activations, how many columns of a row share the
-    activations' scale; with the others, activations stay fp32."""
+    activations' scale; with the others, activations stay fp32. methods: of those that are rounded
+    with regard to their inputs, which calibration has to show; the others go to the nearest.
+    static: those whose activations have the same scales in every row, and activation_scales what
+    calibration found them to be: fp32 [columns / activation group]."""
 
     weights: Mapping[str, WeightGrid] = field(default_factory=dict)
     activation_groups: Mapping[str, int] = field(default_factory=dict)
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    static: frozenset[str] = frozenset()
+    activation_scales: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return bool(self.methods or self.static)
 
 
 def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPlan:
@@ -54,6 +73,8 @@ def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPl
     _check_matches(rules, candidates)
     weights: dict[str, WeightGrid] = {}
     activation_groups: dict[str, int] = {}
+    methods: dict[str, Method] = {}
+    static: set[str] = set()
     misfits: list[str] = []
     for each in candidates:
         rule = next((rule for rule in rules if fnmatchcase(each.name, rule.match)), None)
@@ -66,14 +87,19 @@ def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPl
         weights[each.name] = grid
         if rule.scheme.int8_activations:
             activation_groups[each.name] = activation_group(grid, each.shape[1])
+        if rule.method != "rtn" and grid != each.stored:  # what is stored is kept as it is
+            methods[each.name] = rule.method
+        if rule.scheme.static_activations:
+            static.add(each.name)
     if misfits:
         raise RecipeError("\n  ".join(["quantisation: the grid doesn't fit:", *misfits]))
     if not weights and any(rule.scheme and rule.scheme.weight_bits is None for rule in rules):
         raise RecipeError(
             "quantisation.scheme keeps the codes that the checkpoint stores, and it stores no "
-            "linear's weights as Q4_0, Q4_1 or Q8_0; choose w4a8 or w8a8 to quantise them"
+            "linear's weights on a grid (Q4_0, Q4_1, Q8_0, GPTQ, AWQ, compressed-tensors); choose "
+            "w4a8 or w8a8 to quantise them"
         )
-    return QuantPlan(weights, activation_groups)
+    return QuantPlan(weights, activation_groups, methods, frozenset(static))
 
 
 def activation_group(grid: WeightGrid, columns: int) -> int:

@@ -3,9 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
-
-_PART_ITEMS = 1 << 20  # quantised at a time, so that little is held beside the result
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid, empty_matrix, row_parts
 
 
 def round_to_nearest(values: NDArray[np.generic], grid: WeightGrid) -> QuantisedMatrix:
@@ -16,20 +14,12 @@ def round_to_nearest(values: NDArray[np.generic], grid: WeightGrid) -> Quantised
     so that codes are nearest for the scales that are kept. A group with a NaN or an infinity, or
     too large for float16, has a scale or a minimum that isn't finite.
     """
-    rows, columns = values.shape
-    groups = columns // grid.columns_of(columns)
-    matrix = QuantisedMatrix(
-        grid,
-        np.empty((rows, columns), np.uint8),
-        np.empty((rows, groups), np.float16),
-        None if grid.symmetric else np.empty((rows, groups), np.float16),
-    )
-    step = max(1, _PART_ITEMS // columns)
-    for begin in range(0, rows, step):
-        part = slice(begin, begin + step)
-        grouped = values[part].astype(np.float32).reshape(-1, groups, columns // groups)
+    matrix = empty_matrix(grid, values.shape)
+    groups = matrix.scales.shape[1]
+    for part in row_parts(values.shape):
+        grouped = values[part].astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            _round(grouped, matrix.take_rows(part))
+            _round(grouped.reshape(len(grouped), groups, -1), matrix.take_rows(part))
     return matrix
 
 

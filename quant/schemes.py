@@ -6,16 +6,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Scheme:
     """weight_bits: 4 or 8, or None for the codes that the checkpoint stores. int8_activations:
-    activations are rounded to int8 as they come, in groups of a row; otherwise they stay fp32."""
+    activations are rounded to int8, in groups of a row; otherwise they stay fp32.
+    static_activations: by scales that calibration fixes, not as they come."""
 
     weight_bits: int | None
     int8_activations: bool
+    static_activations: bool = False
 
 
 SCHEMES: dict[str, Scheme] = {
     "w4a8": Scheme(4, True),
     "w4a16": Scheme(4, False),
     "w8a8": Scheme(8, True),
+    "w8a8-static": Scheme(8, True, static_activations=True),
     "w8a16": Scheme(8, False),
     "stored-a8": Scheme(None, True),
     "stored-a16": Scheme(None, False),

@@ -10,7 +10,7 @@ import msgspec
 
 from llmbuild.errors import EngineError
 from llmbuild.runtime.engine import check_files, check_target, choose_level
-from llmbuild.runtime.manifest import Manifest, read_manifest
+from llmbuild.runtime.manifest import KVLayer, Manifest, read_manifest
 
 Row = tuple[str, str]
 
@@ -88,7 +88,7 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
 
 
 def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
-    model, target, limits = manifest.model, manifest.target, manifest.limits
+    model, target, limits, kv = manifest.model, manifest.target, manifest.limits, manifest.kv
     yield "engine", f"{manifest.name}, by llmbuild {manifest.llmbuild_version}"
     yield (
         "model",
@@ -111,13 +111,10 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
         f"{limits.max_sequences} sequences a step",
     )
     yield "decode buckets", ", ".join(map(str, manifest.buckets)) or "none"
-    dtypes = Counter(f"K {layer.k_dtype}, V {layer.v_dtype}" for layer in manifest.kv.layers)
-    yield "KV", "; ".join(f"{dtype} in {count} layers" for dtype, count in dtypes.items())
+    kinds = Counter(f"K {_dtypes(layer, 'k')}, V {_dtypes(layer, 'v')}" for layer in kv.layers)
+    yield "KV", "; ".join(f"{kind} in {count} layers" for kind, count in kinds.items())
     yield "KV per token", _bytes(derived.kv_bytes_per_token)
-    yield (
-        f"KV per block of {manifest.kv.block_size}",
-        _bytes(derived.kv_bytes_per_block),
-    )
+    yield f"KV per block of {kv.block_size}", _bytes(derived.kv_bytes_per_block)
     yield "weights", _bytes(derived.weights_bytes)
     yield "arena", _bytes(derived.arena_bytes)
     yield (
@@ -126,6 +123,16 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
         f"{derived.context_tokens} tokens",
     )
     yield "on disk", _bytes(derived.total_bytes)
+
+
+def _dtypes(layer: KVLayer, kind: str) -> str:
+    """Of a layer's K or V: int8, or of heads that differ int8 (2 heads) and int4 (1 heads)."""
+    dtypes = Counter[str]()
+    for run in layer.heads:
+        dtypes[run.k_dtype if kind == "k" else run.v_dtype] += run.num_heads
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    return " and ".join(f"{dtype} ({count} heads)" for dtype, count in dtypes.items())
 
 
 def _file_rows(manifest: Manifest) -> Iterable[Row]:

@@ -3,6 +3,7 @@ runtime that reads it. It alone is enough to plan memory and to call the executa
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +12,14 @@ import msgspec
 
 from llmbuild.errors import EngineError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
-KV_ITEM_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-KV_SCALE_BYTES = 4  # of an int8 token in one head, fp32
+KV_ITEM_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int8-static": 8, "int4": 4}
+# Of a token in one head, beside its items: a scale (fp32), or a scale and a minimum (bf16).
+KV_SCALE_BYTES = {"int8": 4, "int4": 4}
+KV_ALIGNMENT_BYTES = 4  # of a head's part of a block, and of the scales in it
 TOKENIZER_FILES = ("tokenizer.json", "generation_config.json")  # every engine has them
 
 _REBUILD = "compile the engine again"
@@ -36,15 +39,47 @@ class Limits(Record, frozen=True):
     max_sequences: Count  # sequences of one step
 
 
-class KVLayer(Record, frozen=True):
-    k_dtype: str
+class KVHeads(Record, frozen=True):
+    """Neighbouring KV heads that share a K and a V pool."""
+
+    num_heads: Count
+    k_dtype: str  # a key of KV_ITEM_BITS
     v_dtype: str
 
 
+class KVLayer(Record, frozen=True):
+    heads: list[KVHeads]  # in order, num_kv_heads in all
+
+    @staticmethod
+    def of_heads(dtypes: Iterable[tuple[str, str]]) -> "KVLayer":
+        """The layer whose KV heads have these dtypes of K and V, with as few pools as that needs.
+        A layer of one kind: of_heads([("int8", "int4")] * num_kv_heads)."""
+        runs = ((k, v, len(list(run))) for (k, v), run in groupby(dtypes))
+        return KVLayer(heads=[KVHeads(num_heads=n, k_dtype=k, v_dtype=v) for k, v, n in runs])
+
+    @property
+    def k_dtypes(self) -> list[str]:
+        """K's dtype of each KV head."""
+        return [run.k_dtype for run in self.heads for _ in range(run.num_heads)]
+
+    @property
+    def v_dtypes(self) -> list[str]:
+        """V's dtype of each KV head."""
+        return [run.v_dtype for run in self.heads for _ in range(run.num_heads)]
+
+    def describe(self) -> str:
+        """K's and V's dtype, such as bf16/int8, or (2 heads int8/int4 + 1 heads bf16/bf16)."""
+        if len(self.heads) == 1:
+            return f"{self.heads[0].k_dtype}/{self.heads[0].v_dtype}"
+        runs = (f"{run.num_heads} heads {run.k_dtype}/{run.v_dtype}" for run in self.heads)
+        return f"({' + '.join(runs)})"
+
+
 class KVLayout(Record, frozen=True):
-    """Every layer's pools hold [blocks, num_kv_heads, block_size, head_dim] items; in what order
-    within a block is the executable's affair. An int8 pool also has an fp32 scale for each token
-    and head, behind the codes of a block's head, at the next multiple of four bytes."""
+    """Pools lie layer by layer, in a layer run by run, and K's before V's. A pool holds [blocks,
+    heads of the run, block_size, head_dim] items; in what order within a head's part of a block is
+    the executable's affair. Where a dtype has scales they follow the items of that part; items and
+    part are each padded to a multiple of four bytes."""
 
     block_size: Count
     num_kv_heads: Count
@@ -55,17 +90,17 @@ class KVLayout(Record, frozen=True):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, K and V together."""
         return sum(
-            self.pool_block_bytes(dtype)
+            run.num_heads * self.head_block_bytes(dtype)
             for layer in self.layers
-            for dtype in (layer.k_dtype, layer.v_dtype)
+            for run in layer.heads
+            for dtype in (run.k_dtype, run.v_dtype)
         )
 
-    def pool_block_bytes(self, dtype: str) -> int:
-        """Bytes of one block of one layer's K or V."""
-        head_bytes = self.block_size * self.head_dim * KV_ITEM_BYTES[dtype]
-        if dtype == "int8":
-            head_bytes += -head_bytes % KV_SCALE_BYTES + self.block_size * KV_SCALE_BYTES
-        return self.num_kv_heads * head_bytes
+    def head_block_bytes(self, dtype: str) -> int:
+        """Bytes of one block of one head's K or V."""
+        item_bytes = -(-self.block_size * self.head_dim * KV_ITEM_BITS[dtype] // 8)
+        padding = -item_bytes % KV_ALIGNMENT_BYTES
+        return item_bytes + padding + self.block_size * KV_SCALE_BYTES.get(dtype, 0)
 
 
 class Target(Record, frozen=True):
@@ -86,15 +121,20 @@ class QuantisedTensor(Record, frozen=True):
     bits: Count
     group_size: Bytes  # columns that share a scale, 0 for a whole row
     symmetric: bool
+    zero_points: bool  # whole ones in place of minima, of a grid that isn't symmetric
     activation_group: Bytes  # columns of int8 activations that share one, 0 for fp32 activations
+    static_activations: bool  # those scales are constants, not found row by row
 
     def describe(self) -> str:
-        """In a few words: int4 in groups of 32 with minimum, int8 activations in groups of 32."""
+        """In a few words: int4 in groups of 32 with minimum, int8 activations in groups of 32,
+        static scales."""
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
-        minimum = "" if self.symmetric else " with minimum"
+        offset = " with zero points" if self.zero_points else " with minimum"
+        offset = "" if self.symmetric else offset
         group = self.activation_group
         activations = f"int8 activations in groups of {group}" if group else "fp32 activations"
-        return f"int{self.bits} {groups}{minimum}, {activations}"
+        activations += ", static scales" if self.static_activations else ""
+        return f"int{self.bits} {groups}{offset}, {activations}"
 
 
 class File(Record, frozen=True):
@@ -127,8 +167,8 @@ class Manifest(Record, frozen=True):
 def step_shape(limits: Limits, kv: KVLayout, vocab_size: int, arena_bytes: int) -> str:
     """All that a caller of an executable has to know of its steps, in one line. An executable
     carries the line that it was compiled for, and runs under no manifest with another."""
-    dtypes = ((layer.k_dtype, layer.v_dtype) for layer in kv.layers)
-    runs = [f"{len(list(run))} layers {k}/{v}" for (k, v), run in groupby(dtypes)]
+    kinds = groupby(layer.describe() for layer in kv.layers)
+    runs = [f"{len(list(run))} layers {kind}" for kind, run in kinds]
     return (
         f"steps of {limits.max_step_tokens} tokens, {limits.max_sequences} sequences of "
         f"{limits.max_sequence_length}, {vocab_size} logits, {arena_bytes} bytes of activations; "
@@ -220,9 +260,15 @@ def _contradictions(manifest: Manifest) -> list[str]:
         )
     faults = [f"{a} {x!r}, but {b} {y!r}" for a, x, b, y in same if x != y]
 
-    dtypes = {dtype for layer in kv.layers for dtype in (layer.k_dtype, layer.v_dtype)}
-    known = ", ".join(KV_ITEM_BYTES)
-    faults += [f"KV dtype {d!r}, but known are {known}" for d in sorted(dtypes - {*KV_ITEM_BYTES})]
+    runs = [run for layer in kv.layers for run in layer.heads]
+    dtypes = {dtype for run in runs for dtype in (run.k_dtype, run.v_dtype)}
+    known = ", ".join(KV_ITEM_BITS)
+    faults += [f"KV dtype {d!r}, but known are {known}" for d in sorted(dtypes - {*KV_ITEM_BITS})]
+    faults += [
+        f"KV layer {index} has {heads} heads, but kv.num_kv_heads is {kv.num_kv_heads}"
+        for index, heads in enumerate(sum(r.num_heads for r in layer.heads) for layer in kv.layers)
+        if heads != kv.num_kv_heads
+    ]
     if not manifest.ranks or not target.isa_levels:
         faults.append(f"{len(manifest.ranks)} ranks and ISA levels {target.isa_levels}")
     if not kv.layers:

@@ -21,6 +21,8 @@ import pytest
 RunLlmbuild = Callable[..., subprocess.CompletedProcess[str]]
 
 PROMPT = "In the beginning"
+EVAL_COMMANDS = ["perplexity", "compare", "retrieval"]
+OPENING = ["generate", "verify", "inspect", "eval perplexity", "eval retrieval"]  # an engine
 COMMANDS = ["compile", "inspect", "verify", "generate", "eval", "fetch"]
 SECONDS = 120  # that a shared machine may take where an idle one needs a few
 
@@ -142,12 +144,14 @@ def test_seeded_sampling_repeats_itself(tiny_engine: Path, run_llmbuild: RunLlmb
     assert first != other
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["eval", "perplexity"]])
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in COMMANDS), *(["eval", name] for name in EVAL_COMMANDS)]
+)
 def test_help_says_how_a_command_is_used(command: list[str], run_llmbuild: RunLlmbuild) -> None:
     done = run_llmbuild(*command, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("Usage: ")
-    listed = {"": COMMANDS, "eval": ["perplexity"]}.get("".join(command), ["Options:"])
+    listed = {"": COMMANDS, "eval": EVAL_COMMANDS}.get("".join(command), ["Options:"])
     assert all(name in done.stdout for name in listed)
 
 
@@ -234,7 +238,7 @@ def test_eval_refuses_what_it_cannot_do(
     assert_refused(done, *named)
 
 
-@pytest.mark.parametrize("command", ["generate", "verify", "inspect", "eval perplexity"])
+@pytest.mark.parametrize("command", OPENING)
 def test_what_is_no_engine_is_refused_by_every_command(
     tmp_path: Path, genesis: Path, run_llmbuild: RunLlmbuild, command: str
 ) -> None:
@@ -245,7 +249,7 @@ def test_what_is_no_engine_is_refused_by_every_command(
         assert_refused(done, str(tmp_path / name), named)
 
 
-@pytest.mark.parametrize("command", ["generate", "verify", "inspect", "eval perplexity"])
+@pytest.mark.parametrize("command", OPENING)
 def test_flipped_byte_is_refused_by_every_command_with_both_hashes(
     tmp_path: Path, tiny_engine: Path, genesis: Path, run_llmbuild: RunLlmbuild, command: str
 ) -> None:

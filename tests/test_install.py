@@ -76,8 +76,12 @@ def test_lean_install_evaluates_an_engine(
     tiny_engine: Path, checkout: Path, run_lean: RunLean
 ) -> None:
     text = checkout / "tests" / "data" / "genesis.txt"
-    done = run_lean("llmbuild", "eval", "perplexity", tiny_engine, "--text", text, "--context", 32)
-    assert done.returncode == 0, done.stderr
+    for asked in (["perplexity", tiny_engine], ["compare", tiny_engine, tiny_engine]):
+        done = run_lean("llmbuild", "eval", *asked, "--text", text, "--context", 32)
+        assert done.returncode == 0, done.stderr
+    done = run_lean("llmbuild", "eval", "retrieval", tiny_engine)
+    assert done.returncode == 2
+    assert "a context of 64 tokens is too short" in done.stderr
 
 
 def test_import_of_the_runtime_shows_no_builder_library(run_lean: RunLean) -> None:

@@ -24,9 +24,14 @@ pytestmark = pytest.mark.slow
 THREADS = 2
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "int4, int8 KV": {"quantisation": "w4a8", "kv_cache": {"dtype": "int8", "block_size": 16}},
+    "int4, int8 KV": {
+        "quantisation": {"scheme": "w4a8", "method": "rtn"},
+        "kv_cache": {"dtype": "int8", "block_size": 16},
+    },
     "int8, bf16 KV": {"quantisation": "w8a8", "kv_cache": {"dtype": "bf16", "block_size": 5}},
-    "int4 weights alone": {"quantisation": {"scheme": "w4a16", "symmetric": False}},
+    "int4 weights alone": {
+        "quantisation": {"scheme": "w4a16", "symmetric": False, "method": "rtn"}
+    },
     "bf16": {"precision": "bf16"},
 }
 SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

@@ -5,7 +5,8 @@ from pathlib import Path
 from llmbuild.builder.checkpoint.base import Checkpoint, TensorInfo
 from llmbuild.builder.checkpoint.gguf import GgufCheckpoint
 from llmbuild.builder.checkpoint.gguf_file import is_gguf
-from llmbuild.builder.checkpoint.safetensors import SafetensorsCheckpoint, refuse_pickle
+from llmbuild.builder.checkpoint.hugging_face import open_hugging_face
+from llmbuild.builder.checkpoint.safetensors import refuse_pickle
 from llmbuild.errors import CheckpointError
 
 __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
@@ -18,7 +19,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         if path.is_dir():
-            return SafetensorsCheckpoint(path)
+            return open_hugging_face(path)
         if is_gguf(path):
             return GgufCheckpoint(path)
     except OSError as error:  # a directory that can't be looked into

@@ -24,7 +24,8 @@ class Checkpoint(Protocol):
     """A checkpoint that gives one tensor at a time.
 
     config: a Hugging Face style config.json; format: "safetensors" or "gguf", which says whose
-    tensor names these are; tensors: everything stored, by the checkpoint's own names.
+    tensor names these are; tensors: everything stored, by the checkpoint's own names; notes: lines
+    to tell whoever builds, of what is read otherwise than they may expect.
     """
 
     @property
@@ -35,6 +36,9 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
     def read(self, name: str) -> NDArray[Any]:
         """Tensor `name` (a key of `tensors`), row-major and owned by the caller.

@@ -39,6 +39,7 @@ class GgufCheckpoint:
     """
 
     format = "gguf"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)

@@ -21,10 +21,15 @@ from llmbuild.errors import CheckpointError
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-READABLE_DTYPES: Mapping[str, np.dtype[Any]] = {
+READABLE_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_INTEGER_DTYPES: dict[str, np.dtype[Any]] = {
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
 
 _DTYPE_BITS: Mapping[str, int] = {
@@ -56,11 +61,12 @@ class SafetensorsCheckpoint:
     """
 
     format = "safetensors"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, directory: Path) -> None:
         weight_map = _read_weight_map(directory)
         files = sorted(set(weight_map.values())) or [_single_file(directory)]
-        self.config: dict[str, Any] = _read_config(directory)
+        self.config: dict[str, Any] = read_json_object(directory / "config.json")
         self._locations: dict[str, _Location] = {}
         tensors: dict[str, TensorInfo] = {}
         for file in files:
@@ -76,13 +82,18 @@ class SafetensorsCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read(self, name: str) -> NDArray[Any]:
-        info, location = self.tensors[name], self._locations[name]
-        dtype = READABLE_DTYPES.get(info.dtype)
-        if dtype is None:
+        info = self.tensors[name]
+        if info.dtype not in READABLE_DTYPES:
             raise CheckpointError(
-                f"{location.path}: tensor {name!r} is stored as {info.dtype}; "
+                f"{self._locations[name].path}: tensor {name!r} is stored as {info.dtype}; "
                 f"weights can be read as {', '.join(READABLE_DTYPES)}"
             )
+        return self.read_stored(name)
+
+    def read_stored(self, name: str) -> NDArray[Any]:
+        """A tensor of a readable type, or of signed integers of 8, 32 or 64 bits, as it is."""
+        info, location = self.tensors[name], self._locations[name]
+        dtype = (READABLE_DTYPES | _INTEGER_DTYPES)[info.dtype]
         data = read_bytes(location.path, location.offset, location.num_bytes)
         return data.view(dtype).reshape(info.shape)
 
@@ -94,17 +105,6 @@ def refuse_pickle(path: Path) -> None:
             f"{path} is a pickle, and pickles are never loaded because they can run any code; "
             "convert the model to safetensors (save_pretrained of transformers writes it)"
         )
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    config = read_json_object(directory / "config.json")
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key) is not None:
-            raise CheckpointError(
-                f"{directory / 'config.json'} has {key}: checkpoints that are already quantised "
-                "are not yet supported; give the unquantised model, or a GGUF file"
-            )
-    return config
 
 
 def _single_file(directory: Path) -> str:

@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbuild.builder.graph.step_graph import CODES, MINIMA, SCALES, StepGraph, Weight
+from llmbuild.builder.graph.step_graph import (
+    CODES,
+    MINIMA,
+    SCALES,
+    ZEROS,
+    StepGraph,
+    Weight,
+)
 from llmbuild.errors import CheckpointError
 from llmbuild.quant.grid import QuantisedMatrix, join_rows
 
@@ -59,8 +66,9 @@ def materialise_matrix(weight: Weight, read: ReadTensor) -> QuantisedMatrix:
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, NDArray[np.generic]]:
     """The arrays of a matrix, by the part of it that a weight of the graph is."""
-    parts: dict[str, NDArray[np.generic]] = {CODES: matrix.codes, SCALES: matrix.scales}
-    return parts if matrix.minima is None else {**parts, MINIMA: matrix.minima}
+    parts: dict[str, NDArray[np.generic] | None] = {CODES: matrix.codes, SCALES: matrix.scales}
+    parts |= {MINIMA: matrix.minima, ZEROS: matrix.zeros}
+    return {part: values for part, values in parts.items() if values is not None}
 
 
 def _finite(read: ReadTensor, name: str) -> NDArray[np.generic]:

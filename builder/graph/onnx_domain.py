@@ -60,7 +60,11 @@ def _translation(name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
     opset = onnxscript.values.Opset(DOMAIN, 1)
     signature = inspect.Signature(
         [
-            inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=None if argument.has_default_value() else inspect.Parameter.empty,
+            )
             for argument in schema.arguments
         ]
     )
@@ -68,7 +72,7 @@ def _translation(name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
 
     def translate(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
-        inputs = [bound.pop(tensor) for tensor in tensors]
+        inputs = [bound.pop(tensor, None) for tensor in tensors]
         return getattr(opset, name)(*inputs, **bound)
 
     translate.__name__ = name

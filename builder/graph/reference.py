@@ -7,7 +7,7 @@ in the pool already, but past its own positions, where the causal mask hides the
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -64,25 +64,40 @@ def run_steps(
 
     read: gives a canonical tensor's values; called once for every tensor of the graph.
     """
-    values = _inputs(step, _as_one(batches))
+    with bind_kv_pools(pools), torch.no_grad():
+        for _, values in running(step, read, _as_one(batches)):
+            last = values
+    logits = last[step.graph.outputs[0]].numpy()
+    ends = np.cumsum([len(batch.logit_rows) for batch in batches])
+    return np.split(logits, ends[:-1])
+
+
+def running(
+    step: StepGraph, read: ReadTensor, batch: StepBatch
+) -> Iterator[tuple[ir.Node, Values]]:
+    """Runs a step's nodes in order; before each, gives it with all values that are yet needed.
+
+    Whoever looks on may put values in: a weight that is there isn't read, and a node whose first
+    output is there isn't run. To be exhausted, or dropped, with the KV pools bound and gradients
+    off. Weights leave the values with their last reader, as all values do.
+    """
+    values = _inputs(step, batch)
     initializers = set(step.graph.initializers.values())
     uses_left: Counter[ir.Value] = Counter(step.graph.outputs)
     for node in step.graph:
         uses_left.update(value for value in node.inputs if value is not None)
-    with bind_kv_pools(pools), torch.no_grad():
-        for node in step.graph:
+    for node in step.graph:
+        yield node, values
+        if node.outputs[0] not in values:
             for value in node.inputs:
                 if value in initializers and value not in values:
                     values |= _weight(step, value, read)
             values.update(zip(node.outputs, _outputs(node, values), strict=True))
-            for value in node.inputs:
-                if value is not None:
-                    uses_left[value] -= 1
-                    if not uses_left[value]:
-                        del values[value]
-    logits = values[step.graph.outputs[0]].numpy()
-    ends = np.cumsum([len(batch.logit_rows) for batch in batches])
-    return np.split(logits, ends[:-1])
+        for value in node.inputs:
+            if value is not None:
+                uses_left[value] -= 1
+                if not uses_left[value]:
+                    values.pop(value, None)
 
 
 def _as_one(batches: Sequence[StepBatch]) -> StepBatch:

@@ -26,20 +26,21 @@ INPUTS = tuple(SHAPES)
 OUTPUT = "logits"
 
 
-CODES, SCALES, MINIMA = "codes", "scales", "minima"  # the parts of a quantised matrix
+# The parts of a quantised matrix.
+CODES, SCALES, MINIMA, ZEROS = "codes", "scales", "minima", "zeros"
 
 
 @dataclass(frozen=True)
 class Weight:
     """A weight of the graph: canonical tensors, concatenated along their first axis.
 
-    grid: of a matrix that is quantised; the graph has its codes, scales and, unless the grid is
-    symmetric, minima as a weight each, named MATRIX.codes and so on, of which this is `part`.
+    grid: of a matrix that is quantised; the graph has its codes, scales and, where the grid has
+    such, minima or zeros as a weight each, named MATRIX.codes and so on, of which this is `part`.
     """
 
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str  # "fp32" | "bf16", of codes "uint8", of scales and minima "fp16"
+    dtype: str  # "fp32" | "bf16", of codes and zeros "uint8", of scales and minima "fp16"
     grid: WeightGrid | None = None
     part: str = ""
 

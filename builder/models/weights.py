@@ -33,11 +33,16 @@ class _Prefixed:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.config, self.format = checkpoint.config, checkpoint.format
+        self.notes = checkpoint.notes
         self.tensors = {prefix + name: info for name, info in checkpoint.tensors.items()}
         self._checkpoint, self._prefix = checkpoint, prefix
 
     def read(self, name: str) -> Tensor:
         return self._checkpoint.read(name.removeprefix(self._prefix))
+
+    def read_codes(self, name: str) -> QuantisedMatrix:
+        assert isinstance(self._checkpoint, StoresCodes)
+        return self._checkpoint.read_codes(name.removeprefix(self._prefix))
 
 
 class ModelWeights:
@@ -68,6 +73,7 @@ class ModelWeights:
 
     def read(self, name: str) -> Tensor:
         """One tensor, row-major, in the type that the checkpoint reads it in."""
+        name = self._own_name(name)
         tensor = self._assemble(name)
         if self._is_interleaved(name):
             tensor = _halves_from_pairs(tensor, self._config)
@@ -78,6 +84,7 @@ class ModelWeights:
     def stored_grid(self, name: str) -> WeightGrid | None:
         """The grid that the checkpoint has a matrix on; None if it is stored otherwise, or isn't
         made of whole stored rows."""
+        name = self._own_name(name)
         source, layer = self._source(name)
         if not isinstance(source, str | Part) or len(self.names[name]) != 2:
             return None
@@ -87,6 +94,7 @@ class ModelWeights:
 
     def read_codes(self, name: str) -> QuantisedMatrix:
         """A matrix that has a stored grid, as it is stored."""
+        name = self._own_name(name)
         source, layer = self._source(name)
         assert isinstance(source, str | Part)
         assert isinstance(self._checkpoint, StoresCodes)
@@ -95,6 +103,10 @@ class ModelWeights:
         rows = self._stored_rows(name)
         assert rows is not None
         return matrix.take_rows(rows)
+
+    def _own_name(self, name: str) -> str:
+        """A tied head's is the embedding's."""
+        return EMBEDDING if name == HEAD and self._config.tie_embeddings else name
 
     def _stored_rows(self, name: str) -> NDArray[np.intp] | None:
         """Which rows of the stored matrix a canonical one is, in order: those that its reading
@@ -198,6 +210,15 @@ class ModelWeights:
             )
         return {head}
 
+    def _is_idle_bias(self, name: str, sources: Mapping[str, Shape]) -> bool:
+        """Whether it is a bias that adds nothing, of a quantised linear that has none in the model:
+        AutoGPTQ gave one to each."""
+        weight = f"{name.removesuffix('.bias')}.weight"
+        stored = self._checkpoint.tensors.get(weight)
+        is_quantised = stored is not None and stored.dtype in ("int4", "int8")
+        is_bias = is_quantised and weight in sources and name.endswith(".bias")
+        return is_bias and not self._checkpoint.read(name).any()
+
     def _fits(self, stored: Shape, shape: Shape) -> bool:
         """GGUF files may leave a first dimension of 1 out."""
         return stored == shape or (self._gguf and (1, *stored) == shape)
@@ -208,7 +229,8 @@ class ModelWeights:
         for name in self.names:
             sources |= self._stored_shapes(name)
         missing = [f"{name} {shape}" for name, shape in sources.items() if name not in stored]
-        leftover = [name for name in stored if name not in sources and name not in droppable]
+        known = sources.keys() | droppable
+        leftover = [n for n in stored if n not in known and not self._is_idle_bias(n, sources)]
         wrong = [
             f"{name}: shape is {stored[name].shape}, the config calls for {shape}"
             for name, shape in sources.items()

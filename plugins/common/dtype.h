@@ -19,6 +19,16 @@ struct fp16 {
   uint16_t bits;
 };
 
+// A code from -127 to 127 of a KV pool without scales.
+struct int8_static {
+  int8_t code;
+};
+
+// Two codes from 0 to 15 of a KV pool, the first in the lower half.
+struct int4x2 {
+  uint8_t codes;
+};
+
 LLMBUILD_INLINE float to_float(float value) { return value; }
 
 LLMBUILD_INLINE float to_float(bf16 value) {

@@ -1,5 +1,5 @@
 // Quantised weights as the kernels read them: tiles of 16 rows, in each the groups of columns in
-// order. Of a group: code bytes, 16 fp16 scales, and 16 fp16 minima if it has such.
+// order. Of a group: code bytes, 16 fp16 scales, and 16 fp16 minima or zero points if it has such.
 #pragma once
 
 #include "dot.h"
@@ -8,11 +8,14 @@
 namespace llmbuild {
 
 // Weights of BITS bits, 4 or 8, GROUP neighbouring columns with one scale. Symmetric:
-// w = scale * (code - ZERO); asymmetric: w = scale * code + minimum.
-template <int BITS_, int GROUP_, bool ASYMMETRIC_>
+// w = scale * (code - ZERO); asymmetric: w = scale * code + minimum, or with ZERO_POINTS, which are
+// whole numbers from 0 to 255, w = scale * (code - zero).
+template <int BITS_, int GROUP_, bool ASYMMETRIC_, bool ZERO_POINTS_ = false>
 struct Grid {
   static constexpr int BITS = BITS_, GROUP = GROUP_;
-  static constexpr bool ASYMMETRIC = ASYMMETRIC_;
+  static constexpr bool ASYMMETRIC = ASYMMETRIC_, ZERO_POINTS = ZERO_POINTS_;
+  static constexpr bool MINIMA = ASYMMETRIC && !ZERO_POINTS;
+  static_assert(ASYMMETRIC || !ZERO_POINTS, "a symmetric grid has one zero for all groups");
   static constexpr int BLOCK = 32;  // columns; a group is a multiple of it
   static_assert(BITS == 4 || BITS == 8);
   static_assert(GROUP % BLOCK == 0, "a group must be a multiple of 32 columns");
@@ -28,20 +31,19 @@ struct Grid {
   static LLMBUILD_INLINE const fp16* scales(const uint8_t* group) {
     return reinterpret_cast<const fp16*>(group + CODE_BYTES);
   }
-  static LLMBUILD_INLINE const fp16* minima(const uint8_t* group) {
-    return reinterpret_cast<const fp16*>(group + CODE_BYTES) + kLanes;
-  }
+  // An asymmetric group's minima, or its zero points.
+  static LLMBUILD_INLINE const fp16* offsets(const uint8_t* group) { return scales(group) + kLanes; }
 
-  // Exact but for the one rounding of the sum.
-  template <class V>
-  static LLMBUILD_INLINE V value(V code, V scale, V minimum) {
-    return ASYMMETRIC ? multiply_add(code, scale, minimum) : (code - splat<V>(ZERO)) * scale;
+  // What code 0 stands for in an asymmetric group. Exact: zero points have at most 8 bits.
+  static LLMBUILD_INLINE f32x16 minima(const uint8_t* group) {
+    const f32x16 offset = load(offsets(group));
+    return ZERO_POINTS ? (splat(0.0f) - offset) * load(scales(group)) : offset;
   }
 
   // Columns [column, column + BLOCK) of the group at `group`, as [BLOCK][16].
   static LLMBUILD_INLINE void dequantise_block(const uint8_t* group, int column, float* to) {
     const f32x16 scale = load(scales(group));
-    const f32x16 minimum = ASYMMETRIC ? load(minima(group)) : splat(0.0f);
+    const f32x16 offset = ASYMMETRIC ? load(offsets(group)) : splat(float(ZERO));
     for (int k = column; k < column + BLOCK; k += VECTOR_COLUMNS) {
       const i32x16 words = load_words(group + k / VECTOR_COLUMNS * 64);
       LLMBUILD_UNROLL for (int j = 0; j < VECTOR_COLUMNS; ++j, to += kLanes) {
@@ -51,7 +53,9 @@ struct Grid {
               return v >> shift & ((1 << BITS) - 1);
             },
             words);
-        store(to, value(to_float(codes), scale, minimum));
+        const f32x16 code = to_float(codes);
+        // Exact but for the one rounding of the sum.
+        store(to, MINIMA ? multiply_add(code, scale, offset) : (code - offset) * scale);
       }
     }
   }
@@ -59,13 +63,12 @@ struct Grid {
   // A whole group of one of the tile's 16 rows.
   static LLMBUILD_INLINE void dequantise_row(const uint8_t* group, int lane, float* to) {
     const float scale = to_float(scales(group)[lane]);
-    const float minimum = ASYMMETRIC ? to_float(minima(group)[lane]) : 0.0f;
+    const float offset = ASYMMETRIC ? to_float(offsets(group)[lane]) : float(ZERO);
     const uint8_t* bytes = group + 4 * lane;
     for (int k = 0; k < GROUP; k += VECTOR_COLUMNS, bytes += 64) {
       LLMBUILD_UNROLL for (int j = 0; j < VECTOR_COLUMNS; ++j) {
-        const int code = bytes[j % 4] >> 4 * (j / 4) & ((1 << BITS) - 1);
-        const float product = scale * float(ASYMMETRIC ? code : code - ZERO);
-        to[k + j] = ASYMMETRIC ? product + minimum : product;
+        const float code = float(bytes[j % 4] >> 4 * (j / 4) & ((1 << BITS) - 1));
+        to[k + j] = MINIMA ? scale * code + offset : scale * (code - offset);
       }
     }
   }

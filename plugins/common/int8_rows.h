@@ -80,6 +80,17 @@ LLMBUILD_INLINE float largest_magnitude(const float* x) {
   return largest_lane(largest);
 }
 
+// Lanes of x within [low, high]; a NaN stays.
+template <class V>
+LLMBUILD_INLINE V within(V x, float low, float high) {
+  if constexpr (IsPair<V>::value) {
+    return {within(x.lo, low, high), within(x.hi, low, high)};
+  } else {
+    const V above = x < low ? splat<V>(low) : x;
+    return above > high ? splat<V>(high) : above;
+  }
+}
+
 // Stores the low byte of every lane. Instructions, where g++ 12 would take the lanes one by one.
 LLMBUILD_INLINE void store_bytes(uint8_t* to, NativeI32 lanes) {
 #if defined(__AVX512F__) || !defined(__SSE2__)
@@ -94,21 +105,20 @@ LLMBUILD_INLINE void store_bytes(uint8_t* to, NativeI32 lanes) {
   std::memcpy(to, &bytes, kNativeLanes);
 }
 
-// Writes group `group` of a row from the A values at x: code = x * (127 / largest) rounded half to
-// even, scale = largest / 127. Codes are 0 where 127 / largest isn't finite: a group of zeros (or
-// of less than 4e-37), and one with an infinity or NaN, which the scale passes on.
-template <int K, int A>
-LLMBUILD_INLINE void quantise_group(const float* x, int group, uint8_t* row) {
+// Writes group `group` of a row from the A values at x: code = x * inverse rounded half to even,
+// with CLAMP none beyond 127.
+template <int K, int A, bool CLAMP>
+LLMBUILD_INLINE void write_group(const float* x, int group, float scale, float inverse,
+                                 uint8_t* row) {
   using Row = Int8Row<K, A>;
-  const float largest = largest_magnitude<A>(x);
-  const float scale = largest / 127.0f, inverse = 127.0f / largest;
-  const bool finite = inverse <= std::numeric_limits<float>::max();
-  const NativeF32 factor = splat<NativeF32>(finite ? inverse : 0.0f);
+  const NativeF32 factor = splat<NativeF32>(inverse);
   std::memcpy(row + Row::SCALES + 4 * group, &scale, sizeof(scale));
   for (int i = 0; i < A; i += Row::SUM_COLUMNS) {
     NativeI32 sums{};
     for (int j = i; j < i + Row::SUM_COLUMNS; j += kNativeLanes) {
-      const NativeI32 codes = round_to_int(load<NativeF32>(x + j) * factor);
+      NativeF32 scaled = load<NativeF32>(x + j) * factor;
+      if constexpr (CLAMP) scaled = within(scaled, -127.0f, 127.0f);
+      const NativeI32 codes = round_to_int(scaled);
       store_bytes(row + group * A + j, codes);
       sums += codes << 24 >> 24;  // as stored, of what is no number, too
     }
@@ -121,10 +131,33 @@ LLMBUILD_INLINE void quantise_group(const float* x, int group, uint8_t* row) {
   }
 }
 
-// Writes a whole row from the K values at x. Bytes past its sums are left alone.
-template <int K, int A>
-LLMBUILD_INLINE void quantise_row(const float* x, uint8_t* row) {
-  for (int group = 0; group < K / A; ++group) quantise_group<K, A>(x + group * A, group, row);
+// Writes group `group` of a row from the A values at x: code = x * (127 / largest) rounded half to
+// even, scale = largest / 127. Codes are 0 where 127 / largest isn't finite: a group of zeros (or
+// of less than 4e-37), and one with an infinity or NaN, which the scale passes on.
+// STATIC: scale = scales[group], whose reciprocal must be finite, and code = x * (1 / scale) rounded
+// half to even, none beyond 127: infinities are 127 scales. A NaN is passed on by the scale.
+template <int K, int A, bool STATIC = false>
+LLMBUILD_INLINE void quantise_group(const float* x, int group, uint8_t* row,
+                                    const float* scales = nullptr) {
+  const float largest = largest_magnitude<A>(x);
+  if constexpr (STATIC) {
+    const float scale = scales[group];
+    const bool is_nan = largest != largest;
+    write_group<K, A, true>(x, group, is_nan ? largest : scale, 1.0f / scale, row);
+  } else {
+    const float inverse = 127.0f / largest;
+    const bool finite = inverse <= std::numeric_limits<float>::max();
+    write_group<K, A, false>(x, group, largest / 127.0f, finite ? inverse : 0.0f, row);
+  }
+}
+
+// Writes a whole row from the K values at x. Bytes past its sums are left alone. STATIC: with
+// scales[K / A] that are the same for every row.
+template <int K, int A, bool STATIC = false>
+LLMBUILD_INLINE void quantise_row(const float* x, uint8_t* row, const float* scales = nullptr) {
+  for (int group = 0; group < K / A; ++group) {
+    quantise_group<K, A, STATIC>(x + group * A, group, row, scales);
+  }
 }
 
 }  // namespace llmbuild

@@ -1,7 +1,10 @@
-"""Where the reference ops find the KV pools: a step graph names a pool by its op's layer
-attribute, and whoever runs the graph binds the pools around the run."""
+"""Where the reference ops find the KV pools, and what a pool of each dtype keeps of a value.
 
-from collections.abc import Iterator, Sequence
+A step graph names a pool by its op's layer attribute, and whoever runs the graph binds the pools
+around the run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,45 +16,78 @@ import torch
 class LayerPools:
     """One layer's pools, each [blocks, num_kv_heads, block_size, head_dim], written in place.
 
-    A pool of int8 codes has its scales beside it, fp32 [blocks, num_kv_heads, block_size]: an
-    element is code * scale.
+    They hold what attention reads: numbers that the dtype of their head can express, not codes.
+    k_dtypes, v_dtypes: of each head, a key of `ROUNDERS`; none where the tensors' own dtype,
+    float32 or bfloat16, is that of all heads.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
+    k_dtypes: Sequence[str] = ()
+    v_dtypes: Sequence[str] = ()
 
     @classmethod
     def filled(
         cls,
         shape: tuple[int, int, int, int],
-        k_dtype: torch.dtype,
-        v_dtype: torch.dtype,
+        k_dtypes: Sequence[str],
+        v_dtypes: Sequence[str],
         value: float = 0.0,
     ) -> "LayerPools":
-        """Pools of one value; where they are quantised the scales have it, and every code is 1."""
+        """Pools of one value for heads of these dtypes."""
+        assert len(k_dtypes) == len(v_dtypes) == shape[1]
 
-        def pool(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-            if dtype == torch.int8:
-                return torch.ones(shape, dtype=dtype), torch.full(shape[:-1], value)
-            return torch.full(shape, value, dtype=dtype), None
+        def pool(dtypes: Sequence[str]) -> torch.Tensor:
+            is_bf16 = {*dtypes} == {"bf16"}
+            return torch.full(shape, value, dtype=torch.bfloat16 if is_bf16 else torch.float32)
 
-        (k, k_scale), (v, v_scale) = pool(k_dtype), pool(v_dtype)
-        return cls(k, v, k_scale, v_scale)
+        return cls(pool(k_dtypes), pool(v_dtypes), k_dtypes, v_dtypes)
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, int8 like x, and scales, fp32 [...], of the rows of x, fp32 [..., D].
+def kept(x: torch.Tensor, dtypes: Sequence[str]) -> torch.Tensor:
+    """What pools of these dtypes, one a head, give back of x, fp32 [..., num_kv_heads, D]."""
+    heads = [ROUNDERS[dtype](x[..., h, :]) for h, dtype in enumerate(dtypes)]
+    return torch.stack(heads, dim=-2) if heads else x
 
-    scale = the row's largest magnitude / 127; code = x * (127 / that magnitude), rounded to the
-    nearest integer, ties to even, or 0 where that factor isn't finite, as in a row of zeros.
-    """
-    largest = x.abs().amax(-1)
+
+def _bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16).float()
+
+
+def _int8(x: torch.Tensor) -> torch.Tensor:
+    """scale = the row's largest magnitude / 127; code = x * (127 / that magnitude), rounded to the
+    nearest integer, ties to even, or 0 where that factor isn't finite, as in a row of zeros."""
+    largest = x.abs().amax(-1, keepdim=True)
     inverse = 127 / largest
-    inverse = torch.where(inverse.isfinite(), inverse, 0)
-    return torch.round(x * inverse[..., None]).to(torch.int8), largest / 127
+    codes = torch.where(inverse.isfinite(), torch.round(x * inverse), 0)
+    return codes * (largest / 127)
 
+
+def _int8_static(x: torch.Tensor) -> torch.Tensor:
+    """code = x, rounded to the nearest integer, ties to even, none beyond 127; 0 for a NaN."""
+    return torch.round(x).clamp(-127, 127).nan_to_num(0.0)
+
+
+def _int4(x: torch.Tensor) -> torch.Tensor:
+    """minimum, then scale = (largest - minimum) / 15 or 0 where that is negative, both rounded to
+    bf16; code = (x - minimum) * (1 / scale), rounded to the nearest integer, ties to even, within
+    0 and 15, or 0 where 1 / scale isn't finite. All is NaN where x, minimum or scale isn't finite.
+    """
+    minimum = _bf16(x.amin(-1, keepdim=True))
+    scale = _bf16(((x.amax(-1, keepdim=True) - minimum) / 15).clamp(min=0))
+    inverse = 1 / scale
+    codes = torch.where(inverse.isfinite(), torch.round((x - minimum) * inverse).clamp(0, 15), 0)
+    is_finite = x.isfinite().all(-1, keepdim=True) & minimum.isfinite() & scale.isfinite()
+    return torch.where(is_finite, minimum + scale * codes, torch.nan)
+
+
+ROUNDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp32": lambda x: x,
+    "bf16": _bf16,
+    "int8": _int8,
+    "int8-static": _int8_static,
+    "int4": _int4,
+}
 
 _bound: ContextVar[Sequence[LayerPools]] = ContextVar("llmbuild_kv_pools")
 

@@ -1,5 +1,5 @@
 // Integer dot products over pairs: int32 lanes, to each of which a product of two int16 pairs is
-// added. int8 codes, widened, times values of 15 bits: exact, and twice the rate of fp32.
+// added. Codes of 8 or 4 bits, widened, times values of 15 bits: exact, and twice the rate of fp32.
 #pragma once
 
 #include "dtype.h"
@@ -39,6 +39,31 @@ LLMBUILD_INLINE V load_pairs(const int8_t* from) {
     std::memcpy(&pairs, items, sizeof(V));
     return pairs;
 #endif
+  }
+}
+
+template <class V = i32x16>
+LLMBUILD_INLINE V load_pairs(const int8_static* from) {
+  return load_pairs<V>(&from->code);
+}
+
+// As many bytes of two codes as V has lanes, each lane the two as int16.
+template <class V = i32x16>
+LLMBUILD_INLINE V load_pairs(const int4x2* from) {
+  if constexpr (IsPair<V>::value) {
+    using Half = decltype(V::lo);
+    return {load_pairs<Half>(from), load_pairs<Half>(from + sizeof(Half) / sizeof(int32_t))};
+  } else {
+#if defined(__AVX512F__)
+    // Zero-masked with every lane on: the plain form draws false warnings from g++ 12.
+    const V bytes = (V)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    const V bytes = (V)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    V bytes;
+    for (size_t i = 0; i < sizeof(V) / sizeof(int32_t); ++i) bytes[i] = from[i].codes;
+#endif
+    return (bytes | bytes << 12) & 0x000f000f;
   }
 }
 

@@ -23,10 +23,10 @@ void gated_activation(const Worker& worker, const float* gate, const float* up, 
   }
 }
 
-// The same with y as int8 rows, A columns to a scale.
-template <int N, int LDG, int LDU, int A, class ACT>
+// The same with y as int8 rows, A columns to a scale; STATIC: of scales[N / A].
+template <int N, int LDG, int LDU, int A, class ACT, bool STATIC = false>
 void gated_activation_int8(const Worker& worker, const float* gate, const float* up, uint8_t* y,
-                           int rows) {
+                           int rows, const float* scales = nullptr) {
   constexpr int GROUPS = N / A;
   const Range units = split(rows * GROUPS, worker);
   for (int unit = units.begin; unit < units.end; ++unit) {
@@ -35,7 +35,7 @@ void gated_activation_int8(const Worker& worker, const float* gate, const float*
     const float *g = gate + row * LDG + group * A, *u = up + row * LDU + group * A;
     alignas(64) float activated[A];
     for (int i = 0; i < A; i += kLanes) store(activated + i, ACT::apply(load(g + i)) * load(u + i));
-    quantise_group<N, A>(activated, group, y + row * Int8Row<N, A>::BYTES);
+    quantise_group<N, A, STATIC>(activated, group, y + row * Int8Row<N, A>::BYTES, scales);
   }
 }
 

@@ -24,14 +24,19 @@ def gather_quantised_rows(
     minima: torch.Tensor | None,
     index: torch.Tensor,
     zero: int,
+    zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same of a table on a grid: scale (code - zero), plus the group's minimum if it has one.
 
-    codes: uint8 [rows, N]. scales, minima: fp16 [rows, groups]. index: int32 [R]. fp32 [R, N].
+    codes: uint8 [rows, N]. scales, minima: fp16 [rows, groups]. index: int32 [R]. zeros: uint8
+    [rows, groups], each group's own zero, in place of `zero`. Returns fp32 [R, N].
     """
     if minima is not None:
         minima = minima.index_select(0, index)
-    return dequantise(codes.index_select(0, index), scales.index_select(0, index), minima, zero)
+    if zeros is not None:
+        zeros = zeros.index_select(0, index)
+    codes, scales = codes.index_select(0, index), scales.index_select(0, index)
+    return dequantise(codes, scales, minima, zero, zeros)
 
 
 @gather_quantised_rows.register_fake
@@ -41,5 +46,6 @@ def _(
     minima: torch.Tensor | None,
     index: torch.Tensor,
     zero: int,
+    zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return scales.new_empty((index.shape[0], codes.shape[1]), dtype=torch.float32)

@@ -25,16 +25,20 @@ def quantised_linear(
     bias: torch.Tensor | None,
     zero: int,
     activation_group: int,
+    zeros: torch.Tensor | None = None,
+    activation_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """linear with weights on a grid: scale (code - zero), plus the group's minimum if it has one.
 
     x: fp32 [T, K]. codes: uint8 [N, K]. scales, minima: fp16 [N, groups]. bias: fp32 [N] or None.
-    activation_group: columns of x that are rounded to int8 with one scale before they meet the
-    weights; 0 leaves x as it is. Returns fp32 [T, N].
+    zeros: uint8 [N, groups], each group's own zero, in place of `zero`. activation_group: columns
+    of x that are rounded to int8 with one scale before they meet the weights; 0 leaves x as it is.
+    activation_scales: fp32 [K / activation_group], those scales for every row; by default each row
+    has its own, of its largest values. Returns fp32 [T, N].
     """
     if activation_group:
-        x = round_to_int8(x, activation_group)
-    return torch.nn.functional.linear(x, dequantise(codes, scales, minima, zero), bias)
+        x = round_to_int8(x, activation_group, activation_scales)
+    return torch.nn.functional.linear(x, dequantise(codes, scales, minima, zero, zeros), bias)
 
 
 @quantised_linear.register_fake
@@ -46,5 +50,7 @@ def _(
     bias: torch.Tensor | None,
     zero: int,
     activation_group: int,
+    zeros: torch.Tensor | None = None,
+    activation_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))

@@ -95,7 +95,7 @@ struct Int8Linear {
         sum = SCALE_LAST ? multiply_add(dot, a, sum) : multiply_add(dot * a, scale, sum);
       }
       if constexpr (GRID::ASYMMETRIC) {
-        const f32x16 minimum = load(GRID::minima(group + t * TILE_BYTES));
+        const f32x16 minimum = GRID::minima(group + t * TILE_BYTES);
         LLMBUILD_UNROLL for (int r = 0; r < ROWS; ++r) {
           const float* scaled_sums = Row::scaled_sums(xr + r * Row::BYTES);
           for (int i = (k + begin) / BLOCK; i < (k + begin + SEGMENT) / BLOCK; ++i) {
@@ -248,11 +248,13 @@ void dequantised_linear(const Worker& worker, const float* x, const uint8_t* wei
 }
 
 // y[r] = row r of x [rows, K] (row stride LDX) as Int8Row<K, A>; the rows of y have no gaps.
-template <int K, int A, int LDX>
-void quantise_rows(const Worker& worker, const float* x, uint8_t* y, int rows) {
+// STATIC: with scales[K / A] for all rows.
+template <int K, int A, int LDX, bool STATIC = false>
+void quantise_rows(const Worker& worker, const float* x, uint8_t* y, int rows,
+                   const float* scales = nullptr) {
   const Range range = split(rows, worker);
   for (int64_t row = range.begin; row < range.end; ++row) {
-    quantise_row<K, A>(x + row * LDX, y + row * Int8Row<K, A>::BYTES);
+    quantise_row<K, A, STATIC>(x + row * LDX, y + row * Int8Row<K, A>::BYTES, scales);
   }
 }
 

@@ -116,21 +116,24 @@ class AttentionPlan {
 // sequence (from 0 when window is 0), p = positions[t]. Head h uses KV head h / (H / HKV).
 // SOFT_CAP: every score s becomes soft_cap tanh(s / soft_cap). SINKS: sinks[H] are further logits,
 // one a query head, in the softmax's denominator alone.
-// q, out: [T, H, D] with row strides LDQ, LDO. k_pool, v_pool: as kv_pool.h says, of float, bf16 or
-// int8; with int8 pools queries and weights are rounded to 15 bits of their largest.
+// q, out: [T, H, D] with row strides LDQ, LDO. k_pool, v_pool: as kv_pool.h says, of KeyItem and
+// ValueItem; where these are codes, queries or weights are rounded to 15 bits of their largest.
+// k_scale, v_scale: [HKV, D] that keys and values were divided by, or null: queries are multiplied
+// by the first, and the result by the second.
 // scratch: fp32 [scratch_floats] that all workers share, for units that are cut between workers;
 // where it is full or null, units stay whole.
-template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDO, bool SOFT_CAP = false,
-          bool SINKS = false>
-void paged_attention(const Worker& worker, const Step& step, const float* q, const KV* k_pool,
-                     const KV* v_pool, float scale, int window, float* out, float soft_cap = 0,
-                     const float* sinks = nullptr, float* scratch = nullptr,
-                     int64_t scratch_floats = 0) {
+template <class KeyItem, class ValueItem, int H, int HKV, int D, int BS, int LDQ, int LDO,
+          bool SOFT_CAP = false, bool SINKS = false>
+void paged_attention(const Worker& worker, const Step& step, const float* q, const KeyItem* k_pool,
+                     const ValueItem* v_pool, float scale, int window, float* out,
+                     float soft_cap = 0, const float* sinks = nullptr, float* scratch = nullptr,
+                     int64_t scratch_floats = 0, const float* k_scale = nullptr,
+                     const float* v_scale = nullptr) {
   static_assert(H % HKV == 0);
-  using Unit = AttentionUnit<KV, H, HKV, D, BS, LDQ, LDO, SOFT_CAP, SINKS>;
+  using Unit = AttentionUnit<KeyItem, ValueItem, H, HKV, D, BS, LDQ, LDO, SOFT_CAP, SINKS>;
   static_assert(sizeof(Unit) <= 512 * 1024, "a unit lies on its worker's stack");
   using Plan = AttentionPlan<Unit>;
-  const Scoring scoring{scale, window, soft_cap, sinks};
+  const Scoring scoring{scale, window, soft_cap, sinks, k_scale, v_scale};
   Plan plan(worker, step, scoring, HKV, scratch, scratch_floats);
   Unit unit(scoring);
   const auto begin = [&](const typename Plan::Place& place) {

@@ -21,6 +21,8 @@ def paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each token over its sequence's keys up to its own position.
 
@@ -28,20 +30,27 @@ def paged_attention(
     kv_lengths [S], block_tables [S, B]: the step graph's inputs. window: how many tokens back,
     the own one included, 0 for all. soft_cap: scores become soft_cap * tanh(score / soft_cap), 0
     for none. sinks: fp32 [H], a logit per head that joins the softmax with no value, or None.
+    k_scale, v_scale: fp32 [Hkv * D] that kv_write divided K and V by, or None: queries are
+    multiplied by the first, and the result by the second.
     Returns fp32 [T, H * D].
     """
     pools = layer_pools(layer)
     _, num_kv_heads, block_size, head_dim = pools.k.shape
     out = torch.empty_like(q)
+    k_factors, v_factors = (
+        torch.ones(()) if factors is None else factors.view(num_kv_heads, 1, 1, head_dim)
+        for factors in (k_scale, v_scale)
+    )
     for sequence, length in enumerate(kv_lengths.tolist()):
         rows = slice(int(query_start[sequence]), int(query_start[sequence + 1]))
         blocks = block_tables[sequence, : -(-length // block_size)].long()
         keys, values = (
-            _elements(pool, scales, blocks).transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
-            for pool, scales in ((pools.k, pools.k_scale), (pools.v, pools.v_scale))
+            pool[blocks].float().transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
+            for pool in (pools.k, pools.v)
         )  # [Hkv, length, D]
         queries = q[rows].unflatten(-1, (num_kv_heads, -1, head_dim)).permute(1, 2, 0, 3)
-        scores = scale * queries @ keys[:, None].transpose(-1, -2)  # [Hkv, G, tokens, length]
+        queries = scale * queries * k_factors
+        scores = queries @ keys[:, None].transpose(-1, -2)  # [Hkv, G, tokens, length]
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         back = positions[rows, None] - torch.arange(length)
@@ -51,16 +60,8 @@ def paged_attention(
             sink = sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, sink), dim=-1)
         weights = scores.softmax(-1)[..., :length]
-        out[rows] = (weights @ values[:, None]).permute(2, 0, 1, 3).flatten(1)
+        out[rows] = (weights @ values[:, None] * v_factors).permute(2, 0, 1, 3).flatten(1)
     return out
-
-
-def _elements(
-    pool: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor
-) -> torch.Tensor:
-    """The pool's blocks as fp32 [blocks, Hkv, block_size, D]."""
-    elements = pool[blocks].float()
-    return elements if scales is None else elements * scales[blocks][..., None]
 
 
 @paged_attention.register_fake
@@ -76,5 +77,7 @@ def _(
     scale: float,
     window: int,
     soft_cap: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return torch.empty_like(q)

@@ -7,12 +7,12 @@
 
 namespace llmbuild {
 
-// What of the softmax is the same for every query of a call.
+// What is the same for every query of a call.
 struct Scoring {
   float scale;
   int window;
   float soft_cap;
-  const float* sinks;
+  const float *sinks, *k_scale, *v_scale;
 
   // The first key that a token sees.
   int first_key(int position) const {
@@ -28,7 +28,8 @@ struct Partial {
 
 // Query rows are ordered by token, then head. Row arithmetic does not depend on the rows beside it:
 // keys that a row doesn't see weigh exactly 0 in it.
-template <class KV, int H, int HKV, int D, int BS, int LDQ, int LDO, bool SOFT_CAP, bool SINKS>
+template <class KeyItem, class ValueItem, int H, int HKV, int D, int BS, int LDQ, int LDO,
+          bool SOFT_CAP, bool SINKS>
 class AttentionUnit {
  public:
   static constexpr int GROUP = H / HKV;
@@ -63,13 +64,13 @@ class AttentionUnit {
   }
 
   // The softmax over the range's keys alone, of all rows that see any of them.
-  void attend(const KV* k_pool, const KV* v_pool, int range, Partial to) {
+  void attend(const KeyItem* k_pool, const ValueItem* v_pool, int range, Partial to) {
     const int start = range * kRangeKeys;
     const Tokens seeing = tokens_seeing(start);
     const int begin = std::max(start, scoring_.first_key(positions_[seeing.begin]));
     const int end = std::min(start + kRangeKeys, positions_[seeing.end - 1] + 1);
-    keys_.find(k_pool, v_pool, block_table_, head_, start, begin, end,
-               positions_[tokens_ - 1]);
+    range_.find(k_pool, v_pool, block_table_, head_, start, begin, end,
+                positions_[tokens_ - 1]);
     const int begin_group = (begin - start) / kLanes, end_group = groups_of(end - start);
     const int first_row = seeing.begin * GROUP, end_row = seeing.end * GROUP;
     for_each_run<kTileVectors, 1>(begin_group, end_group, [&](auto count, int group) {
@@ -118,8 +119,9 @@ class AttentionUnit {
     for (int r = 0; r < tokens_ * GROUP; ++r) {
       const f32x16 inverse = splat(1 / total_[r]);
       float* row = out + int64_t(r / GROUP) * LDO + r % GROUP * D;
-      for (int c = 0; c < kChunks<D>; ++c) {
-        store_chunk<D>(row, c, load(sums_ + r * STRIDE + c * kLanes) * inverse);
+      for (int c = 0; c < CHUNKS; ++c) {
+        store_chunk<D>(row, c, on_channels(scoring_.v_scale, c,
+                                           load(sums_ + r * STRIDE + c * kLanes) * inverse));
       }
     }
   }
@@ -128,16 +130,19 @@ class AttentionUnit {
   Partial own_partial() { return partial_at(partial_, ROWS); }
 
  private:
-  using P = Product<KV>;
-  using Keys = KeyRange<KV, HKV, D, BS>;
+  using KeyPool = KVPool<KeyItem, HKV, D, BS>;
+  using ValuePool = KVPool<ValueItem, HKV, D, BS>;
+  using KeyProduct = Product<KeyItem>;
+  using ValueProduct = Product<ValueItem>;
   static constexpr int ROWS = TOKENS * GROUP;
   static constexpr int CHUNKS = kChunks<D>;
   static constexpr int TILE_ROWS = kTileRows<GROUP>;
   static constexpr int ROW_UNIT = std::gcd(TILE_ROWS, GROUP);
   static constexpr int CHUNK_UNIT = std::gcd(kTileVectors, CHUNKS);
-  // Queries and weights of an int8 pool are integers up to this, times a factor of their row: 15
+  // What meets codes, queries and weights, are integers up to this, times a factor of their row: 15
   // bits, or fewer where a dot product over D would leave 31.
-  static constexpr int FACTOR_LIMIT = std::min(32767, int(0x7fffffff / (127 * int64_t(D))));
+  static constexpr int QUERY_LIMIT =
+      std::min(32767, int(0x7fffffff / (kLargestCode<KeyItem> * int64_t(D))));
   static_assert(0x7fffffff / (127 * kRangeKeys) >= 32767);
 
   struct Tokens {
@@ -154,39 +159,61 @@ class AttentionUnit {
     return tokens;
   }
 
+  // Chunk c of a row of the head, times its channel scales where there are any.
+  f32x16 on_channels(const float* scales, int c, f32x16 chunk) const {
+    return scales == nullptr ? chunk : chunk * load_chunk<D>(scales + head_ * D, c);
+  }
+
   void set_query(int r, const float* q) {
-    typename P::Factor* to = queries_ + r * D;
-    if constexpr (kIsQuantised<KV>) {
+    typename KeyProduct::Factor* to = queries_ + r * D;
+    if constexpr (kIsInteger<KeyItem>) {
+      float scaled[D];
+      if (scoring_.k_scale != nullptr) {
+        for (int c = 0; c < CHUNKS; ++c) {
+          store_chunk<D>(scaled, c, on_channels(scoring_.k_scale, c, load_chunk<D>(q, c)));
+        }
+        q = scaled;
+      }
       int16_t rounded[STRIDE];
-      factors_[r] = round_row<D, FACTOR_LIMIT>(q, rounded) * scoring_.scale;
+      query_factors_[r] = round_row<D, QUERY_LIMIT>(q, rounded) * scoring_.scale;
       std::memcpy(to, rounded, D * sizeof(int16_t));
+      if constexpr (kHasMinima<KeyItem>) {
+        int sum = 0;
+        for (int d = 0; d < D; ++d) sum += rounded[d];
+        query_sums_[r] = query_factors_[r] * float(sum);
+      }
     } else {
       for (int c = 0; c < CHUNKS; ++c) {
-        store_chunk<D>(to, c, load_chunk<D>(q, c) * splat(scoring_.scale));
+        const f32x16 chunk = on_channels(scoring_.k_scale, c, load_chunk<D>(q, c));
+        store_chunk<D>(to, c, chunk * splat(scoring_.scale));
       }
     }
   }
 
-  // Scores of a tile's rows with `COUNT` groups of keys.
+  // Scores of a tile's rows with `COUNT` groups of keys, less what the keys' minima add.
   template <int COUNT_ROWS, int COUNT>
   void score(int row, int group) {
-    typename P::Sums sums[COUNT_ROWS][COUNT];
+    typename KeyProduct::Sums sums[COUNT_ROWS][COUNT];
     LLMBUILD_UNROLL for (int r = 0; r < COUNT_ROWS; ++r) {
-      LLMBUILD_UNROLL for (int g = 0; g < COUNT; ++g) sums[r][g] = P::zero();
+      LLMBUILD_UNROLL for (int g = 0; g < COUNT; ++g) sums[r][g] = KeyProduct::zero();
     }
-    const KV *items[COUNT], *ahead[COUNT];
+    const KeyItem* items[COUNT];
+    const void* ahead[COUNT];
     LLMBUILD_UNROLL for (int g = 0; g < COUNT; ++g) {
-      items[g] = keys_.keys[group + g];
-      ahead[g] = keys_.ahead_of_keys(group + g);
+      items[g] = range_.keys.items[group + g];
+      ahead[g] = range_.ahead_of_keys(group + g);
     }
-    multiply_tile<KV, COUNT_ROWS, COUNT>(items, ahead, Keys::KEY_STEP, queries_ + row * D, D,
-                                         D / P::CELL, sums);
+    multiply_tile<KeyItem, COUNT_ROWS, COUNT>(items, ahead, KeyGroups<KeyPool>::STEP,
+                                              queries_ + row * D, D, D / KeyProduct::CELL, sums);
     LLMBUILD_UNROLL for (int r = 0; r < COUNT_ROWS; ++r) {
       float* scores = scores_ + (row + r) * kRangeKeys + group * kLanes;
       LLMBUILD_UNROLL for (int g = 0; g < COUNT; ++g) {
-        if constexpr (kIsQuantised<KV>) {
-          const f32x16 scales = load(keys_.key_scales[group + g]);
-          store(scores + g * kLanes, to_float(sums[r][g]) * (scales * splat(factors_[row + r])));
+        if constexpr (kIsInteger<KeyItem>) {
+          f32x16 factors = splat(query_factors_[row + r]);
+          if constexpr (kHasScales<KeyItem>) {
+            factors = load(range_.keys.scales[group + g]) * factors;
+          }
+          store(scores + g * kLanes, to_float(sums[r][g]) * factors);
         } else {
           store(scores + g * kLanes, sums[r][g]);
         }
@@ -204,6 +231,9 @@ class AttentionUnit {
     f32x16 largest = splat(-std::numeric_limits<float>::infinity());
     for (int g = first_group; g < last_group; ++g) {
       f32x16 lanes = load(scores + g * kLanes);
+      if constexpr (kHasMinima<KeyItem>) {
+        lanes = multiply_add(load(range_.keys.minima[g]), splat(query_sums_[r]), lanes);
+      }
       if constexpr (SOFT_CAP) {
         const f32x16 cap = splat(scoring_.soft_cap);
         lanes = cap * tanh(lanes / cap);
@@ -217,23 +247,29 @@ class AttentionUnit {
     }
     to.largest[r] = lane_maximum(largest);
     const f32x16 shift = splat(to.largest[r]);
-    f32x16 total = splat(0.0f), heaviest = splat(0.0f);
+    f32x16 total = splat(0.0f), minima_total = splat(0.0f), heaviest = splat(0.0f);
     for (int g = first_group; g < last_group; ++g) {
+      // A key that isn't seen has whatever scale and minimum.
+      const auto seen = [&](f32x16 lanes) {
+        const bool all = first <= g * kLanes && (g + 1) * kLanes <= end;
+        return all ? lanes : keep_lanes(lanes, first - g * kLanes, end - g * kLanes, 0.0f);
+      };
       f32x16 weights = exp(load(scores + g * kLanes) - shift);
       total = total + weights;
-      if constexpr (kIsQuantised<KV>) {
-        weights = weights * load(keys_.value_scales[g]);
-        if (g * kLanes < first || end < (g + 1) * kLanes) {  // a scale may be no number there
-          weights = keep_lanes(weights, first - g * kLanes, end - g * kLanes, 0.0f);
-        }
-        heaviest = maximum(heaviest, weights);
+      if constexpr (kHasMinima<ValueItem>) {
+        minima_total = multiply_add(weights, seen(load(range_.values.minima[g])), minima_total);
       }
+      if constexpr (kHasScales<ValueItem>) {
+        weights = seen(weights * load(range_.values.scales[g]));
+      }
+      if constexpr (kIsInteger<ValueItem>) heaviest = maximum(heaviest, weights);
       store(scores + g * kLanes, weights);
     }
     to.total[r] = lane_sum(total);
     for (int g = begin_group; g < first_group; ++g) store(scores + g * kLanes, splat(0.0f));
     for (int g = last_group; g < end_group; ++g) store(scores + g * kLanes, splat(0.0f));
-    if constexpr (kIsQuantised<KV>) {
+    if constexpr (kHasMinima<ValueItem>) weighted_minima_[r] = lane_sum(minima_total);
+    if constexpr (kIsInteger<ValueItem>) {
       const float limit = lane_maximum(heaviest);
       const f32x16 inverse = splat(limit > 0 ? 32767 / limit : 0.0f);
       for (int g = begin_group; g < end_group; ++g) {
@@ -254,29 +290,36 @@ class AttentionUnit {
 
   template <int COUNT_ROWS, int COUNT>
   void add_chunks(int row, int chunk, int begin, int end, Partial to) {
-    typename P::Sums sums[COUNT_ROWS][COUNT];
+    using Values = ValueGroups<ValuePool>;
+    constexpr int CELL = ValueProduct::CELL;
+    typename ValueProduct::Sums sums[COUNT_ROWS][COUNT];
     LLMBUILD_UNROLL for (int r = 0; r < COUNT_ROWS; ++r) {
-      LLMBUILD_UNROLL for (int c = 0; c < COUNT; ++c) sums[r][c] = P::zero();
+      LLMBUILD_UNROLL for (int c = 0; c < COUNT; ++c) sums[r][c] = ValueProduct::zero();
     }
     for (int g = begin / kLanes; g * kLanes < end; ++g) {
-      const int first = std::max(begin - g * kLanes, 0) / P::CELL;
-      const int last = (std::min(end - g * kLanes, kLanes) + P::CELL - 1) / P::CELL;
-      const KV *items[COUNT], *ahead[COUNT];
+      const int first = std::max(begin - g * kLanes, 0) / CELL;
+      const int last = (std::min(end - g * kLanes, kLanes) + CELL - 1) / CELL;
+      const ValueItem* items[COUNT];
+      const void* ahead[COUNT];
       LLMBUILD_UNROLL for (int c = 0; c < COUNT; ++c) {
-        const int item = first * Keys::VALUE_STEP + (chunk + c) * kLanes * P::CELL;
-        items[c] = keys_.values[g] + item;
-        ahead[c] = keys_.ahead_of_values(g) + item;
+        const int item =
+            first * Values::STEP + (chunk + c) * kLanes * CELL / kElements<ValueItem>;
+        items[c] = range_.values.items[g] + item;
+        ahead[c] = static_cast<const ValueItem*>(range_.ahead_of_values(g)) + item;
       }
-      multiply_tile<KV, COUNT_ROWS, COUNT>(
-          items, ahead, Keys::VALUE_STEP,
-          weights() + row * kRangeKeys + g * kLanes + first * P::CELL, kRangeKeys, last - first,
-          sums);
+      multiply_tile<ValueItem, COUNT_ROWS, COUNT>(
+          items, ahead, Values::STEP, weights() + row * kRangeKeys + g * kLanes + first * CELL,
+          kRangeKeys, last - first, sums);
     }
     LLMBUILD_UNROLL for (int r = 0; r < COUNT_ROWS; ++r) {
       float* row_sums = to.sums + (row + r) * STRIDE + chunk * kLanes;
       LLMBUILD_UNROLL for (int c = 0; c < COUNT; ++c) {
-        if constexpr (kIsQuantised<KV>) {
-          store(row_sums + c * kLanes, to_float(sums[r][c]) * splat(weight_factors_[row + r]));
+        const int at = row + r;
+        if constexpr (kHasMinima<ValueItem>) {
+          store(row_sums + c * kLanes, multiply_add(to_float(sums[r][c]), splat(weight_factors_[at]),
+                                                    splat(weighted_minima_[at])));
+        } else if constexpr (kIsInteger<ValueItem>) {
+          store(row_sums + c * kLanes, to_float(sums[r][c]) * splat(weight_factors_[at]));
         } else {
           store(row_sums + c * kLanes, sums[r][c]);
         }
@@ -284,8 +327,8 @@ class AttentionUnit {
     }
   }
 
-  const typename P::Factor* weights() const {
-    if constexpr (kIsQuantised<KV>) {
+  const typename ValueProduct::Factor* weights() const {
+    if constexpr (kIsInteger<ValueItem>) {
       return integer_weights_;
     } else {
       return scores_;
@@ -295,14 +338,17 @@ class AttentionUnit {
   const Scoring scoring_;
   const int32_t *block_table_, *positions_;
   int tokens_, head_;
-  Keys keys_;
-  alignas(64) typename P::Factor queries_[ROWS * D];
+  KeyRange<KeyPool, ValuePool> range_;
+  alignas(64) typename KeyProduct::Factor queries_[ROWS * D];
   alignas(64) float scores_[ROWS * kRangeKeys];  // scores first, then weights
-  alignas(64) int16_t integer_weights_[kIsQuantised<KV> ? ROWS * kRangeKeys : 1];
+  alignas(64) int16_t integer_weights_[kIsInteger<ValueItem> ? ROWS * kRangeKeys : 1];
   alignas(64) float sums_[ROWS * STRIDE];
   alignas(64) float partial_[partial_floats(ROWS)];
   float largest_[ROWS], total_[ROWS];
-  float factors_[ROWS], weight_factors_[ROWS];  // of int8: a row's queries and weights are integers
+  // Where a row's queries or weights are integers: what they are multiplied with.
+  float query_factors_[ROWS], weight_factors_[ROWS];
+  // Where elements have minima: what a row's keys and values add for each unit of them, and in all.
+  float query_sums_[ROWS], weighted_minima_[ROWS];
 };
 
 }  // namespace llmbuild

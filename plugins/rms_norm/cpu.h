@@ -39,15 +39,15 @@ void rms_norm(const Worker& worker, const float* x, const float* weight, float e
   }
 }
 
-// The RMSNorm of whole rows as int8 rows, A columns to a scale.
-template <int N, int A, int LDX>
+// The RMSNorm of whole rows as int8 rows, A columns to a scale; STATIC: of scales[N / A].
+template <int N, int A, int LDX, bool STATIC = false>
 void rms_norm_int8(const Worker& worker, const float* x, const float* weight, float eps,
-                   uint8_t* y, int rows) {
+                   uint8_t* y, int rows, const float* scales = nullptr) {
   const Range range = split(rows, worker);
   for (int64_t row = range.begin; row < range.end; ++row) {
     alignas(64) float normed[N];
     rms_norm_row<N>(x + row * LDX, weight, eps, normed);
-    quantise_row<N, A>(normed, y + row * Int8Row<N, A>::BYTES);
+    quantise_row<N, A, STATIC>(normed, y + row * Int8Row<N, A>::BYTES, scales);
   }
 }
 
@@ -71,17 +71,18 @@ void add_rms_norm(const Worker& worker, const float* x, const float* residual,
   }
 }
 
-// The same with y as int8 rows, A columns to a scale.
-template <int N, int LDX, int LDR, int LDS, int A>
+// The same with y as int8 rows, A columns to a scale; STATIC: of scales[N / A].
+template <int N, int LDX, int LDR, int LDS, int A, bool STATIC = false>
 void add_rms_norm_int8(const Worker& worker, const float* x, const float* residual,
-                       const float* weight, float eps, float* sum, uint8_t* y, int rows) {
+                       const float* weight, float eps, float* sum, uint8_t* y, int rows,
+                       const float* scales = nullptr) {
   const Range range = split(rows, worker);
   for (int64_t row = range.begin; row < range.end; ++row) {
     alignas(64) float normed[N];
     float* total = sum + row * LDS;
     add_row<N>(x + row * LDX, residual + row * LDR, total);
     rms_norm_row<N>(total, weight, eps, normed);
-    quantise_row<N, A>(normed, y + row * Int8Row<N, A>::BYTES);
+    quantise_row<N, A, STATIC>(normed, y + row * Int8Row<N, A>::BYTES, scales);
   }
 }
 

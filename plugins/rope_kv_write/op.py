@@ -6,7 +6,7 @@ with element i + R/2 of the R that turn.
 
 import torch
 
-from llmbuild.plugins.common.kv_pools import layer_pools, quantise_rows
+from llmbuild.plugins.common.kv_pools import kept, layer_pools
 from llmbuild.plugins.rms_norm.op import rms_norm
 
 
@@ -37,22 +37,27 @@ def kv_write(
     query_start: torch.Tensor,
     block_tables: torch.Tensor,
     layer: int,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write each token's K and V, fp32 [T, Hkv * D], to its slot of the layer's pools: converted
-    to the pool's dtype, or into int8 with a scale for each token and head.
+    """Write each token's K and V, fp32 [T, Hkv * D], to its slot of the layer's pools, rounded to
+    what the dtype of each head keeps.
 
-    positions [T], query_start [S+1], block_tables [S, B]: the step graph's inputs. Returns an
-    int32 [1] that stands for the pools' new state: attention takes it, so it runs afterwards.
+    k_scale, v_scale: fp32 [Hkv * D] that K and V are divided by first, or None. positions [T],
+    query_start [S+1], block_tables [S, B]: the step graph's inputs. Returns an int32 [1] that
+    stands for the pools' new state: attention takes it, so it runs afterwards.
     """
     pools = layer_pools(layer)
     _, num_kv_heads, block_size, head_dim = pools.k.shape
     sequence = torch.repeat_interleave(query_start.diff().long())
     block = block_tables[sequence, positions.long() // block_size].long()
     offset = positions.long() % block_size
-    for pool, scales, values in ((pools.k, pools.k_scale, k), (pools.v, pools.v_scale, v)):
-        heads = values.unflatten(-1, (num_kv_heads, head_dim))
-        if scales is not None:
-            heads, scales[block, :, offset] = quantise_rows(heads)
+    for pool, dtypes, values, scale in (
+        (pools.k, pools.k_dtypes, k, k_scale),
+        (pools.v, pools.v_dtypes, v, v_scale),
+    ):
+        divided = values if scale is None else values / scale
+        heads = kept(divided.unflatten(-1, (num_kv_heads, head_dim)), dtypes)
         pool[block, :, offset] = heads.to(pool.dtype)
     return torch.zeros(1, dtype=torch.int32)
 
@@ -65,6 +70,8 @@ def _(
     query_start: torch.Tensor,
     block_tables: torch.Tensor,
     layer: int,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return positions.new_empty(1)
 
@@ -82,8 +89,10 @@ def rope_kv_write(
     block_tables: torch.Tensor,
     layer: int,
     eps: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """QK-norm (where weights are given), rotary (where a table is), and the write of K and V.
+    """QK-norm (where weights are given), rotary (where a table is), and kv_write of K and V.
 
     Returns the turned Q, fp32 [T, H * D], and kv_write's token.
     """
@@ -94,7 +103,8 @@ def rope_kv_write(
         k = rms_norm(k, k_norm, eps)
     if table is not None:
         q, k = rotary(q, table, head_dim), rotary(k, table, head_dim)
-    return q.clone(), kv_write(k, v, positions, query_start, block_tables, layer)
+    written = kv_write(k, v, positions, query_start, block_tables, layer, k_scale, v_scale)
+    return q.clone(), written
 
 
 @rope_kv_write.register_fake
@@ -110,5 +120,7 @@ def _(
     block_tables: torch.Tensor,
     layer: int,
     eps: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), positions.new_empty(1)

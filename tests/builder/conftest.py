@@ -15,6 +15,7 @@ from llmbuild.builder.graph.step_graph import StepGraph, Weight
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.config import DecoderConfig, NormConfig, RopeConfig
 from llmbuild.plugins.registry import DOMAIN, PLUGINS
+from llmbuild.runtime.manifest import KVLayer, KVLayout
 
 # No two sizes are equal, and head_dim isn't hidden_size / num_heads.
 SMALL = {
@@ -162,3 +163,21 @@ class Sketch:
 @pytest.fixture
 def sketch() -> Sketch:
     return Sketch()
+
+
+@pytest.fixture(scope="session")
+def kv_layout() -> Callable[..., KVLayout]:
+    """kv_layout(config, *pairs, block_size=4): KV heads of these dtypes, a pair (K, V) for each
+    head in turn; one pair is that of all heads, and no pair is fp32."""
+
+    def layout(config: DecoderConfig, *pairs: tuple[str, str], block_size: int = 4) -> KVLayout:
+        pairs = pairs or (("fp32", "fp32"),)
+        heads = pairs if len(pairs) > 1 else pairs * config.num_kv_heads
+        return KVLayout(
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            layers=[KVLayer.of_heads(heads)] * config.num_layers,
+        )
+
+    return layout

@@ -8,13 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from llmbuild.builder import artifact
-from llmbuild.builder.artifact import EngineWriter, check_output, is_engine
+from llmbuild.builder.artifact import EngineWriter, check_output, is_engine, seal_engine
 from llmbuild.errors import BuildError, EngineError, InternalError
 from llmbuild.runtime.engine import check_files
 from llmbuild.runtime.manifest import (
@@ -54,7 +55,7 @@ def manifest(name: str) -> Manifest:
             block_size=4,
             num_kv_heads=1,
             head_dim=2,
-            layers=[KVLayer(k_dtype="fp32", v_dtype="fp32")],
+            layers=[KVLayer.of_heads([("fp32", "fp32")])],
         ),
         ranks=[Rank(executables={LEVEL: "rank0/engine.so"}, weights="rank0/w", arena_bytes=0)],
         files={},
@@ -102,6 +103,33 @@ def test_nothing_is_visible_before_publishing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_sealed_engine_is_whole_where_it_stands_and_may_still_change(tmp_path: Path) -> None:
+    with EngineWriter(tmp_path / "engine") as writer:
+        write_files(writer.root, "one")
+        assert seal_engine(writer.root, manifest("one")) == read_manifest(writer.root)
+        assert published(writer.root) == "one"
+        assert not writer.out.exists()
+        (writer.root / "report.json").write_text("{}")
+        writer.publish(manifest("one"))
+    assert published(tmp_path / "engine") == "one"
+    assert "report.json" in read_manifest(tmp_path / "engine").files
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_beside_the_staged_one_goes_with_the_staging_directory(
+    tmp_path: Path, fails: bool
+) -> None:
+    with suppress(ValueError), EngineWriter(tmp_path / "engine") as writer:
+        write_files(writer.root, "one")
+        build(writer.reference, "two")
+        assert published(writer.reference) == "two"
+        if fails:
+            raise ValueError
+        writer.publish(manifest("one"))
+    assert os.listdir(tmp_path) == ([] if fails else ["engine"])
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("before", [[], ["one"]])
 def test_an_exception_leaves_what_was_there(
@@ -143,7 +171,7 @@ def test_an_engine_is_replaced(tmp_path: Path) -> None:
 def test_an_engine_of_another_schema_version_is_replaced(tmp_path: Path) -> None:
     build(tmp_path / "engine", "one")
     path = tmp_path / "engine" / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 9'))
+    path.write_text(path.read_text().replace('"schema_version": 3', '"schema_version": 9'))
     with pytest.raises(EngineError):
         read_manifest(tmp_path / "engine")
     build(tmp_path / "engine", "two")

@@ -3,17 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from llmbuild.builder.assemble import Assembled
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig, MoeConfig
+from llmbuild.builder.recipe_calibration import ResolvedCalibration
 from llmbuild.builder.report import make_report
 from llmbuild.builder.targets.cpu.lower import lower
-from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, Manifest, Rank, Target
+from llmbuild.quant.plan import QuantPlan
+from llmbuild.runtime.manifest import KVLayout, Limits, Manifest, Rank, Target
 
 
-def _manifest(config: DecoderConfig) -> Manifest:
-    layers = [KVLayer(k_dtype="bf16", v_dtype="bf16")] * config.num_layers
+def _manifest(config: DecoderConfig, kv: KVLayout) -> Manifest:
     return Manifest(
-        schema_version=2,
+        schema_version=3,
         llmbuild_version="0",
         name="m",
         model={},
@@ -23,26 +27,29 @@ def _manifest(config: DecoderConfig) -> Manifest:
         target=Target(kind="cpu", machine="m", isa_levels=[], compiler="c", compiler_flags={}),
         limits=Limits(max_sequence_length=1, max_step_tokens=8, max_sequences=2),
         buckets=[1],
-        kv=KVLayout(
-            block_size=4,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            layers=layers,
-        ),
+        kv=kv,
         ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
         files={},
     )
 
 
 def test_decode_step_reads_the_chosen_experts_alone(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
 ) -> None:
     """Hidden 20, vocabulary 37, Q 24 wide, K and V 8; 3 of 7 experts 9 wide in the first layer, an
     MLP 19 wide in the second. Rows come in tiles of 16."""
     overrides: dict[str, Any] = {"moe": MoeConfig(7, 3, 9), "moe_layers": (True, False)}
     config = decoder_config(**overrides)
-    plan = lower(lowerable("bf16", **overrides), config, "bf16", 4)
-    report = make_report(_manifest(config), plan, config, {}, 1e-4, {})
+    kv = kv_layout(config, ("bf16", "bf16"))
+    step = lowerable("bf16", **overrides)
+    plan = lower(step, config, kv)
+    assembled = Assembled(_manifest(config, kv), step, QuantPlan(), plan, lambda name: np.empty(0))
+    calibration = ResolvedCalibration(length=1)
+    report = make_report(
+        assembled, config, {}, None, 1e-4, {}, rounding_losses={}, calibration=calibration
+    )
     (step,) = report.decode
     attention, head = 48 * 20 + 32 * 24, 48 * 20
     expert = 32 * 20 + 32 * 9

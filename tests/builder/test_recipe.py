@@ -96,10 +96,10 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         '"limits.max_sequences"',
         ["unknown key", "limits.max_sequences"],
     ),
-    "unsupported key spelt otherwise": (
+    "calibration spelt otherwise": (
         {"callibration": {}},
         "callibration",
-        ["unknown key", "calibration (not yet supported)"],
+        ["unknown key", "nearest known key is calibration"],
     ),
     "quantisation spelt otherwise": (
         {"quantization": "w4a8"},
@@ -109,12 +109,12 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "unknown scheme": (
         {"quantisation": "w2a8"},
         "quantisation",
-        ["given w2a8", "none, w4a8, w4a16, w8a8, w8a16, stored-a8, stored-a16"],
+        ["given w2a8", "none, w4a8, w4a16, w8a8, w8a8-static, w8a16, stored-a8"],
     ),
     "unknown scheme in a mapping": (
         {"quantisation": {"scheme": "int4"}},
         "quantisation.scheme",
-        ["given int4", "none, w4a8, w4a16, w8a8, w8a16, stored-a8, stored-a16"],
+        ["given int4", "none, w4a8, w4a16, w8a8, w8a8-static, w8a16, stored-a8"],
     ),
     "scheme a number": ({"quantisation": 4}, "quantisation", ["given 4", "scheme, group_size"]),
     "scheme null": ({"quantisation": {"scheme": None}}, "quantisation.scheme", ["given null"]),
@@ -148,8 +148,22 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         for scheme in ("none", "stored-a8", "stored-a16")
         for key, value, shown in (("symmetric", False, "false"), ("group_size", 32, "32"))
     },
-    "calibration": ({"calibration": {}}, "calibration", ["not yet supported"]),
-    "gate": ({"gate": {}}, "gate", ["not yet supported"]),
+    "calibration longer than a sequence": (
+        {"calibration": {"length": 129}, "limits": {"max_sequence_length": 128}},
+        "calibration.length",
+        ["given 129", "at most limits.max_sequence_length, 128"],
+    ),
+    "no calibration sequence": (
+        {"calibration": {"sequences": 0}},
+        "calibration.sequences",
+        ["given 0", "from 1 to 4096"],
+    ),
+    "unknown method": (
+        {"quantisation": {"scheme": "w4a8", "method": "hqq"}},
+        "quantisation.method",
+        ["given hqq", "rtn, gptq, awq, smoothquant"],
+    ),
+    "gate of nothing": ({"gate": {}}, "gate", ["give perplexity, compare or retrieval"]),
     "tensor parallel": (
         {"parallel": {"tp": 3}},
         "parallel.tp",
@@ -198,7 +212,7 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "unsupported kv dtype": (
         {"kv_cache": {"dtype": "fp8"}},
         "kv_cache.dtype",
-        ["given fp8", "not yet supported", "fp32, bf16 or int8"],
+        ["given fp8", "not yet supported", "fp32, bf16, int8, int8-static or int4"],
     ),
     "block size zero": ({"kv_cache": {"block_size": 0}}, "kv_cache.block_size", ["given 0", "256"]),
     "block size 257": ({"kv_cache": {"block_size": 257}}, "kv_cache.block_size", ["257", "256"]),
@@ -376,8 +390,9 @@ def test_minimal_recipe_gets_the_defaults(tmp_path: Path) -> None:
         "parallel": {"tp": 1, "pp": 1},
         "limits": {"max_sequence_length": 2048, "max_step_tokens": 512, "max_sequences": 32},
         "quantisation": {"scheme": "none", "overrides": []},
-        "kv_cache": {"dtype": "fp32", "block_size": 16},
+        "kv_cache": {"dtype": "fp32", "block_size": 16, "overrides": []},
         "buckets": [1, 2, 4, 8],
+        "calibration": {"data": "self", "sequences": 32, "length": 512, "seed": 0},
         "verify": {"tolerance": 1e-4},
     }
 
@@ -393,6 +408,7 @@ def test_bf16_sets_the_kv_dtype_and_the_tolerance(tmp_path: Path) -> None:
     [
         ("w4a8", 64, 1e-1),
         ("w8a8", "row", 1e-1),
+        ("w8a8-static", "row", 1e-1),
         ("w4a16", 64, 2e-2),
         ("w8a16", "row", 2e-2),
         ("stored-a8", None, 1e-1),
@@ -553,6 +569,7 @@ def quantisations(draw: st.DrawFn) -> dict[str, Any]:
         "group_size": draw(st.sampled_from([32, 64, 96, 4096, "row"])),
         "symmetric": draw(st.booleans()),
     }
+    grid["method"] = draw(st.sampled_from(["rtn", "gptq", "awq", "smoothquant"]))
     has_grid = scheme.startswith("w")
     keys = draw(st.sets(st.sampled_from(sorted(grid)))) if has_grid else set()
     return {"scheme": scheme} | {key: grid[key] for key in keys}
@@ -569,7 +586,8 @@ def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     optional: dict[str, Any] = {
         "target": draw(st.sampled_from(["cpu", {"kind": "cpu", "isa": ["x86-64-v4", "x86-64"]}])),
         "kv_cache": {
-            "dtype": draw(st.sampled_from(["fp32", "bf16", "int8"])),
+            "dtype": draw(st.sampled_from(["fp32", "bf16", "int8", "int8-static", "int4"])),
+            "overrides": draw(st.sampled_from([[], [{"match": "*.k.*", "dtype": "int4"}]])),
             "block_size": draw(st.integers(1, min(256, length))),
         },
         "limits": {
@@ -579,6 +597,7 @@ def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
         },
         "quantisation": draw(quantisations()),
         "buckets": sorted(buckets),
+        "calibration": {"data": "a.txt", "sequences": 3, "length": length, "seed": 7},
         "verify": {"tolerance": draw(st.floats(0, 1, exclude_min=True))},
     }
     given_keys = draw(st.sets(st.sampled_from(sorted(optional))))
@@ -611,7 +630,9 @@ def test_resolved_recipe_leaves_nothing_open(tmp_path: Path) -> None:
     open_keys = [
         key
         for key in known_keys(ResolvedRecipe)
-        if key != "model.sha256" and _value(resolved, key) is None
+        if key not in ("model.sha256", "plan")
+        and not key.startswith("gate")
+        and _value(resolved, key) is None
     ]
     assert open_keys == []
 

@@ -24,7 +24,7 @@ VOCAB_SIZE = 13
 
 
 def layout(block_size: int) -> KVLayout:
-    layer = KVLayer(k_dtype="fp32", v_dtype="fp32")
+    layer = KVLayer.of_heads([("fp32", "fp32")])
     return KVLayout(block_size=block_size, num_kv_heads=1, head_dim=2, layers=[layer])
 
 
@@ -165,7 +165,7 @@ def is_a(kind: type) -> Callable[[Any], bool]:
 FAULTS: dict[str, Emit] = {
     "attention's scale": altered("paged_attention", lambda scale: 1.01 * scale, is_a(float)),
     "no window": altered("paged_attention", lambda window: 0, is_a(int)),
-    "another layer's pool": altered("paged_attention", lambda p: Pool(0, p.kind), is_a(Pool)),
+    "another layer's pool": altered("paged_attention", lambda p: Pool(0, 0, p.kind), is_a(Pool)),
     "another eps": altered("add_rms_norm", lambda eps: 1e-3, is_a(float)),
 }
 

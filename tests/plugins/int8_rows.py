@@ -17,6 +17,15 @@ def quantise(x: NDArray[np.float32], group: int) -> tuple[NDArray[np.int8], NDAr
     return codes.reshape(x.shape), largest / np.float32(127)
 
 
+def quantise_static(
+    x: NDArray[np.float32], scales: NDArray[np.float32]
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Codes and scales of x without NaN, whose rows all have `scales` [columns / group]."""
+    inverse = np.repeat(np.float32(1) / scales, x.shape[1] // len(scales))
+    codes = np.clip(np.rint(x * inverse), -127, 127).astype(np.int8)
+    return codes, np.tile(scales, (len(x), 1))
+
+
 def encode(codes: NDArray[np.int8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
     """The bytes of the rows, padding zero: codes, scales, negated sums, scaled sums."""
     rows, columns = codes.shape

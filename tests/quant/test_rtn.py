@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmbuild.quant import rtn
+from llmbuild.quant import grid as grid_module
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 from llmbuild.quant.rtn import round_to_nearest
 
@@ -146,7 +146,7 @@ def test_parts_of_any_size_give_the_same_matrix(
 ) -> None:
     whole = round_to_nearest(random_values(), grid)
     for items in (1, COLUMNS, 2 * COLUMNS + 1, 4 * COLUMNS):
-        monkeypatch.setattr(rtn, "_PART_ITEMS", items)
+        monkeypatch.setattr(grid_module, "_PART_ITEMS", items)
         parts = round_to_nearest(random_values(), grid)
         np.testing.assert_array_equal(parts.codes, whole.codes)
         np.testing.assert_array_equal(parts.scales, whole.scales)

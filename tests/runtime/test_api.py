@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = 4 * 3 * 2 * (4 + 4)  # positions x heads x head_dim x (K + V)
 
 MANIFEST = Manifest(
-    schema_version=2,
+    schema_version=3,
     llmbuild_version="0",
     name="fake",
     model={},
@@ -36,7 +36,7 @@ MANIFEST = Manifest(
         block_size=BLOCK_SIZE,
         num_kv_heads=3,
         head_dim=2,
-        layers=[KVLayer(k_dtype="fp32", v_dtype="fp32")],
+        layers=[KVLayer.of_heads([("fp32", "fp32")] * 3)],
     ),
     ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
     files={"w": File(sha256="", size_bytes=0)},

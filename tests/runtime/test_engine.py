@@ -65,7 +65,7 @@ def root(tmp_path: Path) -> Path:
 def write_manifest(root: Path, **changes: Any) -> None:
     """Writes the manifest of CONTENTS, sealed, with some of its fields changed."""
     value: dict[str, Any] = {
-        "schema_version": 2,
+        "schema_version": 3,
         "llmbuild_version": "0.0.7",
         "name": "tiny",
         "model": {
@@ -87,7 +87,7 @@ def write_manifest(root: Path, **changes: Any) -> None:
             "block_size": 16,
             "num_kv_heads": 2,
             "head_dim": 14,
-            "layers": [{"k_dtype": "bf16", "v_dtype": "bf16"}] * 3,
+            "layers": [{"heads": [{"num_heads": 2, "k_dtype": "bf16", "v_dtype": "bf16"}]}] * 3,
         },
         "ranks": ranks(LEVEL_NAMES),
         "files": {
@@ -395,6 +395,20 @@ def test_inspect_prints_every_file_and_size(root: Path) -> None:
     for name, data in CONTENTS.items():
         assert any(name in line and f"{len(data):,} bytes" in line for line in told.splitlines())
     assert "llama, 3 layers, 6 heads, 2 KV heads, head_dim 14, hidden 120, vocab 97" in told
+
+
+def test_inspect_counts_layers_by_what_they_keep_of_keys_and_values(root: Path) -> None:
+    assert "K bf16, V bf16 in 3 layers" in run_inspect(str(root))
+    run = {"num_heads": 1, "k_dtype": "int8", "v_dtype": "int4"}
+    mixed = {"heads": [run, run | {"v_dtype": "fp32"}]}
+    kv = {"block_size": 16, "num_kv_heads": 2, "head_dim": 14}
+    write_manifest(root, kv=kv | {"layers": [{"heads": [run | {"num_heads": 2}]}, mixed, mixed]})
+    told = run_inspect(str(root))
+    plan = "K int8, V int4 in 1 layers; K int8, V int4 (1 heads) and fp32 (1 heads) in 2 layers"
+    assert plan in told
+    derived = json.loads(run_inspect(str(root), "--json"))["derived"]
+    key, int4, fp32 = 14 + 4, 7 + 4, 14 * 4
+    assert derived["kv_bytes_per_token"] == 2 * (key + int4) + 2 * (2 * key + int4 + fp32)
 
 
 def test_inspect_shows_an_engine_for_another_machine(root: Path) -> None:

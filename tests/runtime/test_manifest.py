@@ -14,10 +14,13 @@ from llmbuild.runtime.manifest import (
     SCHEMA_VERSION,
     KVLayer,
     KVLayout,
+    Limits,
     Manifest,
+    QuantisedTensor,
     encode,
     read_manifest,
     seal,
+    step_shape,
 )
 
 Content = dict[str, Any]
@@ -28,7 +31,7 @@ def content() -> Content:
     names = ["rank0/v3.so", "rank0/base.so", "rank0/weights.safetensors"]
     names += ["tokenizer.json", "generation_config.json"]
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "llmbuild_version": "0.1.0",
         "name": "tiny \u00e9",
         "model": {
@@ -56,7 +59,7 @@ def content() -> Content:
             "block_size": 16,
             "num_kv_heads": 2,
             "head_dim": 14,
-            "layers": [{"k_dtype": "bf16", "v_dtype": "fp32"}] * 3,
+            "layers": [{"heads": [{"num_heads": 2, "k_dtype": "bf16", "v_dtype": "fp32"}]}] * 3,
         },
         "ranks": [
             {
@@ -143,7 +146,7 @@ def test_another_schema_version_is_refused_with_both_named(tmp_path: Path, versi
 
 
 @pytest.mark.parametrize(
-    "raw", [b"{", b"[1]", b"null", b'{"schema_version": 2}', b"\xff\xfe", b"[" * 10**6]
+    "raw", [b"{", b"[1]", b"null", b'{"schema_version": 3}', b"\xff\xfe", b"[" * 10**6]
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, raw: bytes) -> None:
     refusal(tmp_path, raw)
@@ -151,7 +154,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, raw: bytes) -> None:
 
 def test_an_unknown_and_a_missing_field_are_named(tmp_path: Path) -> None:
     value = content()
-    value["kv"]["layers"][0] = {"k_dtype": "bf16"}
+    value["kv"]["layers"][0] = {"heads": [{"num_heads": 2, "k_dtype": "bf16"}]}
     text = refusal(tmp_path, json.dumps(value).encode())
     assert "v_dtype" in text
     assert "$.kv.layers" in text
@@ -195,7 +198,16 @@ def no_layers_in_model(value: Content) -> None:
 
 
 def unknown_kv_dtype(value: Content) -> None:
-    value["kv"]["layers"][1] = {"k_dtype": "int3", "v_dtype": "bf16"}
+    value["kv"]["layers"][1] = {"heads": [{"num_heads": 2, "k_dtype": "int3", "v_dtype": "bf16"}]}
+
+
+def missing_kv_head(value: Content) -> None:
+    run = {"num_heads": 1, "k_dtype": "int8", "v_dtype": "bf16"}
+    value["kv"]["layers"][2] = {"heads": [run]}
+
+
+def no_kv_heads(value: Content) -> None:
+    value["kv"]["layers"][1] = {"heads": []}
 
 
 def repeated_bucket(value: Content) -> None:
@@ -237,7 +249,9 @@ def lists_itself(value: Content) -> None:
         (other_head_dim, ["model.head_dim 15", "kv.head_dim 14"]),
         (other_vocabulary, ["model.vocab_size 97", "vocab_size 98"]),
         (no_layers_in_model, ["model.num_layers None", "KV layers 3"]),
-        (unknown_kv_dtype, ["int3", "fp32, bf16, int8"]),
+        (unknown_kv_dtype, ["int3", "fp32, bf16, int8, int8-static, int4"]),
+        (missing_kv_head, ["KV layer 2 has 1 heads", "kv.num_kv_heads is 2"]),
+        (no_kv_heads, ["KV layer 1 has 0 heads", "kv.num_kv_heads is 2"]),
         (repeated_bucket, ["[1, 2, 2]"]),
         (missing_executable, ["rank 0 ['x86-64-v3']", "['x86-64', 'x86-64-v3']"]),
         (missing_flags, ["compiler_flags ['x86-64']"]),
@@ -275,8 +289,70 @@ def test_block_bytes_sum_k_and_v_of_every_layer() -> None:
     assert kv.block_bytes == 3 * (2 * 16 * 14) * (2 + 4)
 
 
-def test_int8_blocks_have_a_scale_for_each_token_and_head_at_a_multiple_of_four_bytes() -> None:
-    layers = [KVLayer(k_dtype="int8", v_dtype="bf16")]
-    for block_size, codes in ((16, 96), (7, 44), (1, 8)):  # of a head: 6 bytes a token
-        kv = KVLayout(block_size=block_size, num_kv_heads=3, head_dim=6, layers=layers)
-        assert kv.block_bytes == 3 * (codes + 4 * block_size) + 3 * block_size * 6 * 2
+def layout(block_size: int, *layers: KVLayer) -> KVLayout:
+    return KVLayout(block_size=block_size, num_kv_heads=3, head_dim=6, layers=[*layers])
+
+
+def test_blocks_of_codes_have_their_scales_at_a_multiple_of_four_bytes() -> None:
+    """Of a token and head 6 codes; int8 has a scale of 4 bytes, int4 two of 2, int8-static none."""
+    padded = {16: (96, 48), 7: (44, 24), 1: (8, 4)}  # bytes of a head's codes of 8 and 4 bits
+    for block_size, (bytes_of_8, bytes_of_4) in padded.items():
+        plain = 3 * block_size * 6 * 2
+        for dtype, head_bytes in (
+            ("int8", bytes_of_8 + 4 * block_size),
+            ("int8-static", bytes_of_8),
+            ("int4", bytes_of_4 + 4 * block_size),
+        ):
+            for pair in ((dtype, "bf16"), ("bf16", dtype)):
+                kv = layout(block_size, KVLayer.of_heads([pair] * 3))
+                assert kv.block_bytes == 3 * head_bytes + plain, (dtype, block_size)
+
+
+def test_heads_of_a_layer_share_pools_with_neighbours_of_their_dtypes_alone() -> None:
+    dtypes = [("int8", "int4"), ("int8", "int4"), ("int8", "bf16")]
+    layer = KVLayer.of_heads(dtypes)
+    assert [(run.num_heads, run.k_dtype, run.v_dtype) for run in layer.heads] == [
+        (2, "int8", "int4"),
+        (1, "int8", "bf16"),
+    ]
+    assert [*zip(layer.k_dtypes, layer.v_dtypes, strict=True)] == dtypes
+    apart = KVLayer.of_heads([dtypes[0], dtypes[2], dtypes[1]])
+    assert [run.num_heads for run in apart.heads] == [1, 1, 1]
+    one = 10 * 6 + 4 * 10  # int8 of ten tokens
+    both = 2 * (one + 10 * 3 + 2 + 4 * 10) + one + 10 * 6 * 2
+    assert layout(10, layer).block_bytes == layout(10, apart).block_bytes == both
+
+
+def test_the_step_shape_tells_every_layers_kv_dtypes_apart() -> None:
+    limits = Limits(max_sequence_length=8, max_step_tokens=4, max_sequences=2)
+    plain = KVLayer.of_heads([("int8", "int4")] * 3)
+    mixed = KVLayer.of_heads([("int8", "int4"), ("bf16", "int4"), ("bf16", "int4")])
+    swapped = KVLayer.of_heads([("bf16", "int4"), ("bf16", "int4"), ("int8", "int4")])
+    layers = ([plain, plain, mixed], [plain, mixed, plain], [plain, plain, swapped], [plain] * 3)
+    shapes = [step_shape(limits, layout(4, *each), 9, 64) for each in layers]
+    assert len({*shapes}) == 4
+    assert shapes[0].endswith(
+        "2 layers int8/int4, 1 layers (1 heads int8/int4 + 2 heads bf16/int4)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("activation_group", "static", "words"),
+    [
+        (0, False, "int8 by row, fp32 activations"),
+        (64, False, "int8 by row, int8 activations in groups of 64"),
+        (64, True, "int8 by row, int8 activations in groups of 64, static scales"),
+    ],
+)
+def test_a_quantised_tensor_tells_how_its_activations_are_rounded(
+    activation_group: int, static: bool, words: str
+) -> None:
+    tensor = QuantisedTensor(
+        bits=8,
+        group_size=0,
+        symmetric=True,
+        zero_points=False,
+        activation_group=activation_group,
+        static_activations=static,
+    )
+    assert tensor.describe() == words

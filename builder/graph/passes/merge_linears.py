@@ -1,14 +1,16 @@
 """Linears that read the same value (Q, K, V; gate, up) become one, whose result is split; those
-that are quantised, where they have one grid."""
+that are quantised, where they have one grid and round what they read alike."""
 
 from dataclasses import replace as replace_fields
 
 import onnx_ir as ir
 
+from llmbuild.builder.graph.passes.quantise import ACTIVATION_SCALES_SLOT
 from llmbuild.builder.graph.passes.rewrite import nodes_of, plugin_node, replace, users
 from llmbuild.builder.graph.step_graph import StepGraph, Weight
 
 _KINDS = ("linear", "quantised_linear")
+_SHARED_SLOTS = (0, ACTIVATION_SCALES_SLOT)  # inputs that linears which merge have in common
 
 
 def merge_linears(step: StepGraph) -> None:
@@ -23,10 +25,13 @@ def merge_linears(step: StepGraph) -> None:
 
 
 def _can_merge(step: StepGraph, first: ir.Node, node: ir.Node) -> bool:
-    """Same input, weights of the same kinds (the bias, too), which nobody else reads."""
+    """Same input, rounded alike, weights of the same kinds (the bias, too), which nobody else
+    reads. Equal static scales of an input are one value, as `quantise` places them."""
     if (node.domain, node.op_type) != (first.domain, first.op_type):
         return False
-    if node.inputs[0] is not first.inputs[0] or _attributes(node) != _attributes(first):
+    if any(_input(node, slot) is not _input(first, slot) for slot in _SHARED_SLOTS):
+        return False
+    if _attributes(node) != _attributes(first):
         return False
     own, others = _weights(step, node), _weights(step, first)
     if own is None or others is None or own.keys() != others.keys():
@@ -36,9 +41,17 @@ def _can_merge(step: StepGraph, first: ir.Node, node: ir.Node) -> bool:
     )
 
 
+def _input(node: ir.Node, slot: int) -> ir.Value | None:
+    return node.inputs[slot] if slot < len(node.inputs) else None
+
+
 def _weights(step: StepGraph, node: ir.Node) -> dict[int, Weight] | None:
     """A linear's weights by the input that they are; None if it shares one."""
-    values = {slot: value for slot, value in enumerate(node.inputs) if slot and value is not None}
+    values = {
+        slot: value
+        for slot, value in enumerate(node.inputs)
+        if slot not in _SHARED_SLOTS and value is not None
+    }
     if any(value.name not in step.weights or len(users(value)) > 1 for value in values.values()):
         return None
     return {slot: step.weights[str(value.name)] for slot, value in values.items()}
@@ -48,7 +61,9 @@ def _merge(step: StepGraph, group: list[ir.Node]) -> None:
     graph, first = step.graph, group[0]
     sizes = [_rows(step, node) for node in group]
     inputs = [
-        _merged_weight(step, [node.inputs[slot] for node in group]) if slot and value else value
+        _merged_weight(step, [node.inputs[slot] for node in group])
+        if slot not in _SHARED_SLOTS and value is not None
+        else value
         for slot, value in enumerate(first.inputs)
     ]
     linear = plugin_node(first.op_type, inputs, _attributes(first), outputs=1)

@@ -1,29 +1,50 @@
 """Linears and tables whose weights the quantisation plan puts on a grid read codes instead."""
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
-from llmbuild.builder.graph.passes.rewrite import nodes_of, plugin_node, replace
-from llmbuild.builder.graph.step_graph import CODES, MINIMA, SCALES, StepGraph, Weight
+from llmbuild.builder.graph.passes.rewrite import add_constant, nodes_of, plugin_node, replace
+from llmbuild.builder.graph.step_graph import (
+    CODES,
+    MINIMA,
+    SCALES,
+    ZEROS,
+    StepGraph,
+    Weight,
+)
+from llmbuild.errors import BuildError
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
 
 _TYPES = {"uint8": ir.DataType.UINT8, "fp16": ir.DataType.FLOAT16}
+Parts = dict[str, ir.Value]  # of one matrix, those that its grid has
+Scales = dict[bytes, ir.Value]  # static ones of activations, by content
+ACTIVATION_SCALES_SLOT = 6  # of quantised_linear
 
 
 def quantise(step: StepGraph, plan: QuantPlan) -> None:
-    """Put the plan's weights on their grids; every other stays as it is."""
-    matrices: dict[str, list[ir.Value | None]] = {}  # by canonical name: codes, scales, minima
+    """Put the plan's weights on their grids; every other stays as it is.
+
+    Raises BuildError for static scales of activations that aren't positive numbers or too few.
+    """
+    matrices: dict[str, Parts] = {}  # by canonical name
+    scales: Scales = {}
     for node in nodes_of(step.graph, "linear"):
         parts = _parts(step, plan, node.inputs[1], matrices)
         if parts is not None:
             bias = node.inputs[2] if len(node.inputs) > 2 else None
             group = plan.activation_groups.get(_name(node.inputs[1]), 0)
-            attributes = {"activation_group": group}
-            _replace(step, node, "quantised_linear", [node.inputs[0], *parts, bias], attributes)
+            inputs = [node.inputs[0], *_operands(parts, bias)]
+            static = _activation_scales(step, plan, node, scales)
+            if static is not None:
+                inputs += [None] * (ACTIVATION_SCALES_SLOT - len(inputs)) + [static]
+            _replace(step, node, "quantised_linear", inputs, {"activation_group": group})
     for node in nodes_of(step.graph, "gather_rows"):
         parts = _parts(step, plan, node.inputs[0], matrices)
         if parts is not None:
-            _replace(step, node, "gather_quantised_rows", [*parts, node.inputs[1]], {})
+            inputs = _operands(parts, node.inputs[1])
+            _replace(step, node, "gather_quantised_rows", inputs, {})
     for name in matrices:
         del step.weights[name]
         del step.graph.initializers[name]
@@ -33,9 +54,9 @@ def _parts(
     step: StepGraph,
     plan: QuantPlan,
     weight: ir.Value | None,
-    matrices: dict[str, list[ir.Value | None]],
-) -> list[ir.Value | None] | None:
-    """Codes, scales and minima of a weight that the plan quantises, made when first asked for."""
+    matrices: dict[str, Parts],
+) -> Parts | None:
+    """The parts of a weight that the plan quantises, made when first asked for."""
     name = _name(weight)
     grid = plan.weights.get(name)
     if grid is None:
@@ -45,28 +66,61 @@ def _parts(
     return matrices[name]
 
 
+def _activation_scales(
+    step: StepGraph, plan: QuantPlan, node: ir.Node, placed: Scales
+) -> ir.Value | None:
+    """The static scales of a linear's activations, one constant for all linears that have the
+    same."""
+    name = _name(node.inputs[1])
+    if name not in plan.activation_scales:
+        return None
+    scales = plan.activation_scales[name]
+    _check_scales(name, scales, step.weights[name].shape[1], plan.activation_groups[name])
+    key = scales.tobytes()
+    if key not in placed:
+        placed[key] = add_constant(step, f"{name}.activation_scales", scales)
+    return placed[key]
+
+
+def _check_scales(name: str, scales: NDArray[np.float32], columns: int, group: int) -> None:
+    for index in range(columns // group):
+        scale = scales[index] if index < len(scales) else np.float32(0)
+        with np.errstate(divide="ignore", over="ignore"):
+            is_sound = scale > 0 and np.isfinite(scale) and np.isfinite(1 / scale)
+        if not is_sound:
+            given = f"is {scale}" if index < len(scales) else "is missing"
+            raise BuildError(
+                f"{name}: the static scale of its activations' columns {index * group} to "
+                f"{(index + 1) * group - 1} (group {index}) {given}, and must be a number above "
+                "zero; calibrate with other tokens, or leave this tensor's activations dynamic"
+            )
+    assert scales.shape == (columns // group,), f"{name}: {scales.shape} static scales"
+
+
+def _operands(parts: Parts, last: ir.Value | None) -> list[ir.Value | None]:
+    """A matrix as inputs of an operation, with the operation's last one among them."""
+    zeros = [parts[ZEROS]] if ZEROS in parts else []
+    return [parts[CODES], parts[SCALES], parts.get(MINIMA), last, *zeros]
+
+
 def _name(weight: ir.Value | None) -> str:
     return "" if weight is None else str(weight.name)
 
 
-def _add_parts(step: StepGraph, name: str, grid: WeightGrid) -> list[ir.Value | None]:
+def _add_parts(step: StepGraph, name: str, grid: WeightGrid) -> Parts:
     sources, (rows, columns) = step.weights[name].sources, step.weights[name].shape
     groups = columns // grid.columns_of(columns)
-    parts: list[ir.Value | None] = []
-    for part, width, dtype in (
-        (CODES, columns, "uint8"),
-        (SCALES, groups, "fp16"),
-        (MINIMA, groups, "fp16"),
-    ):
-        if part == MINIMA and grid.symmetric:
-            parts.append(None)
-            continue
+    kinds = [(CODES, columns, "uint8"), (SCALES, groups, "fp16")]
+    kinds += [(MINIMA, groups, "fp16")] if grid.has_minima else []
+    kinds += [(ZEROS, groups, "uint8")] if grid.zero_points else []
+    parts: Parts = {}
+    for part, width, dtype in kinds:
         weight = Weight(sources, (rows, width), dtype, grid, part)
         kind = ir.TensorType(_TYPES[dtype])
         value = ir.Value(name=f"{name}.{part}", shape=ir.Shape(weight.shape), type=kind)
         step.graph.initializers[f"{name}.{part}"] = value
         step.weights[f"{name}.{part}"] = weight
-        parts.append(value)
+        parts[part] = value
     return parts
 
 

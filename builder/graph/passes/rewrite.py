@@ -1,9 +1,13 @@
-"""What the passes share: questions about a graph's values, and the replacement of nodes."""
+"""What the passes share: questions about a graph's values, new constants, and the replacement of
+nodes."""
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
+from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.plugins.registry import DOMAIN
 
 
@@ -37,6 +41,15 @@ def plugin_node(
 ) -> ir.Node:
     """A new node of our domain, not yet in a graph."""
     return ir.node(op_type, list(inputs), attributes, domain=DOMAIN, num_outputs=outputs)
+
+
+def add_constant(step: StepGraph, name: str, values: NDArray[np.float32]) -> ir.Value:
+    """A new initialiser that no checkpoint has."""
+    step.constants[name] = np.ascontiguousarray(values, np.float32)
+    kind = ir.TensorType(ir.DataType.FLOAT)
+    value = ir.Value(name=name, shape=ir.Shape(values.shape), type=kind)
+    step.graph.initializers[name] = value
+    return value
 
 
 def replace(

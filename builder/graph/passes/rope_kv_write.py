@@ -24,7 +24,7 @@ def place_rope_kv_write(step: StepGraph) -> None:
             continue
         if (q.weight is None) != (k.weight is None) or q.eps != k.eps:
             q, k = q.without_norm(), k.without_norm()
-        _, v, positions, query_start, block_tables = write.inputs
+        _, v, positions, query_start, block_tables = write.inputs[:5]
         new = plugin_node(
             "rope_kv_write",
             [

@@ -54,7 +54,7 @@ def build_cpu(
     folder = root / RANK_FOLDER
     folder.mkdir()
     with stages.stage("lower and emit"):
-        plan = lower(step, config, kv.layers[0].k_dtype, kv.block_size)
+        plan = lower(step, config, kv)
         arena = plan_arena(plan, limits)
         source = emit(plan, arena, limits, name)
     executables = {level: f"{RANK_FOLDER}/engine.{level}.so" for level in levels}

@@ -3,7 +3,8 @@
 from pathlib import Path
 from string import Template
 
-from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, KV_CPP_TYPES
+from llmbuild.builder.targets.cpu.head_runs import KV_CPP_TYPES
+from llmbuild.builder.targets.cpu.lowering import CPP_TYPES
 from llmbuild.builder.targets.cpu.memory import ArenaPlan
 from llmbuild.builder.targets.cpu.pack import packed_bytes, weight_offsets
 from llmbuild.builder.targets.cpu.plan import (
@@ -18,8 +19,9 @@ from llmbuild.builder.targets.cpu.plan import (
     StepInput,
     StepPlan,
     View,
+    WeightFrom,
 )
-from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, step_shape
+from llmbuild.runtime.manifest import KVLayout, Limits, step_shape
 from llmbuild.version import __version__
 
 ABI = "llmbuild-cpu-3"  # of the exported functions; runtime/executors/cpu.py expects the same
@@ -58,17 +60,19 @@ def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
 
 
 def _shape(plan: StepPlan, arena: ArenaPlan, limits: Limits) -> str:
-    return step_shape(limits, _kv_layout(plan), plan.logits.width, arena.size_bytes)
+    return step_shape(limits, plan.kv, plan.logits.width, arena.size_bytes)
 
 
-def _kv_layout(plan: StepPlan) -> KVLayout:
-    layer = KVLayer(k_dtype=plan.kv_dtype, v_dtype=plan.kv_dtype)
-    return KVLayout(
-        block_size=plan.block_size,
-        num_kv_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
-        layers=[layer] * plan.num_layers,
-    )
+def _pools(kv: KVLayout) -> dict[Pool, str]:
+    """Every pool as C++. Its offset is in bytes of a block of the pools before it."""
+    pools: dict[Pool, str] = {}
+    block_bytes = 0
+    for index, layer in enumerate(kv.layers):
+        for run, heads in enumerate(layer.heads):
+            for kind, dtype in (("k", heads.k_dtype), ("v", heads.v_dtype)):
+                pools[Pool(index, run, kind)] = f"pool({KV_CPP_TYPES[dtype]}{{}}, {block_bytes})"
+                block_bytes += heads.num_heads * kv.head_block_bytes(dtype)
+    return pools
 
 
 class _Emission:
@@ -79,7 +83,7 @@ class _Emission:
         self.limits = limits
         self.arena = arena
         self.weights = weight_offsets(plan)
-        self.pool_block_bytes = _kv_layout(plan).pool_block_bytes(plan.kv_dtype)
+        self.pools = _pools(plan.kv)
 
     def call(self, call: Call) -> str:
         """The kernel call, and the barrier that makes its outputs whole for the next."""
@@ -96,10 +100,10 @@ class _Emission:
             case PackedWeight():
                 cpp_type = "uint8_t" if argument.grid else CPP_TYPES[argument.dtype]
                 return f"weight({cpp_type}{{}}, {self.weights[argument.name]})"
+            case WeightFrom():
+                return f"{self.argument(argument.weight)} + {argument.item}"
             case Pool():
-                cpp_type = KV_CPP_TYPES[self.plan.kv_dtype]
-                pools_before = 2 * argument.layer + (argument.kind == "v")
-                return f"pool({cpp_type}{{}}, {pools_before * self.pool_block_bytes})"
+                return self.pools[argument]
             case StepInput():
                 return f"step.{argument.name}"
             case Batch():

@@ -9,12 +9,13 @@ import onnx_ir as ir
 
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.targets.cpu.head_runs import head_runs
 from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, Lowering, cpp_grid
 from llmbuild.builder.targets.cpu.plan import (
     Batch,
     Expression,
     Layout,
-    Pool,
+    PackedWeight,
     Rows,
     StepInput,
     StepPlan,
@@ -22,6 +23,7 @@ from llmbuild.builder.targets.cpu.plan import (
 )
 from llmbuild.errors import BuildError
 from llmbuild.plugins.registry import DOMAIN
+from llmbuild.runtime.manifest import KVLayout
 
 CPP_ACTIVATIONS = {
     "silu": "Silu",
@@ -47,11 +49,11 @@ def _quantised_linear(lowering: Lowering, node: ir.Node) -> None:
     x, weight = node.inputs[0], lowering.matrix(node.inputs[1])
     bias = lowering.optional_weight(node.inputs[4] if len(node.inputs) > 4 else None)
     rows, columns = weight.shape
-    group = node.attributes["activation_group"].as_int()
-    if group:
-        view = lowering.int8_rows(x, group)
+    rounding = lowering.rounding(node)
+    if rounding:
+        view = lowering.int8_rows(x, rounding)
         y = lowering.output(node.outputs[0], rows)
-        template = (cpp_grid(weight), rows, columns, group, y.stride)
+        template = (cpp_grid(weight), rows, columns, rounding.group, y.stride)
         lowering.call("int8_linear", template, view, weight, bias, y, y.buffer.count, out=[y])
     else:
         view = lowering.view(x)
@@ -77,11 +79,12 @@ def _rms_norm(lowering: Lowering, node: ir.Node) -> None:
     x = lowering.view(node.inputs[0])
     weight = lowering.weight(node.inputs[1])
     eps = node.attributes["eps"].as_float()
-    group = lowering.int8_group(node.outputs[0])
-    if group and weight.shape[0] == x.width:
-        y = lowering.int8_output(node.outputs[0], x.width, group)
-        int8_template = (x.width, group, x.stride)
-        lowering.call("rms_norm_int8", int8_template, x, weight, eps, y, y.buffer.count, out=[y])
+    rounding = lowering.common_rounding(node.outputs[0])
+    if rounding and weight.shape[0] == x.width:
+        y = lowering.int8_output(node.outputs[0], x.width, rounding)
+        int8_template = (x.width, rounding.group, x.stride)
+        arguments = (x, weight, eps, y, y.buffer.count)
+        lowering.call_int8("rms_norm_int8", rounding, int8_template, *arguments, out=[y])
         return
     y = lowering.output(node.outputs[0], x.width)
     template = (x.width, weight.shape[0], x.stride, y.stride)
@@ -95,16 +98,16 @@ def _add_rms_norm(lowering: Lowering, node: ir.Node) -> None:
     total = lowering.output(node.outputs[0], x.width)
     rows = total.buffer.count
     strides = (x.width, x.stride, residual.stride, total.stride)
-    group = lowering.int8_group(node.outputs[1])
-    if group:
-        kernel, y = "add_rms_norm_int8", lowering.int8_output(node.outputs[1], x.width, group)
-        last = group
+    rounding = lowering.common_rounding(node.outputs[1])
+    if rounding:
+        y = lowering.int8_output(node.outputs[1], x.width, rounding)
+        arguments = (x, residual, weight, eps, total, y, rows)
+        template = (*strides, rounding.group)
+        lowering.call_int8("add_rms_norm_int8", rounding, template, *arguments, out=[total, y])
     else:
-        kernel, y = "add_rms_norm", lowering.output(node.outputs[1], x.width)
-        last = y.stride
-    lowering.call(
-        kernel, (*strides, last), x, residual, weight, eps, total, y, rows, out=[total, y]
-    )
+        y = lowering.output(node.outputs[1], x.width)
+        arguments = (x, residual, weight, eps, total, y, rows)
+        lowering.call("add_rms_norm", (*strides, y.stride), *arguments, out=[total, y])
 
 
 def _rope_table(lowering: Lowering, node: ir.Node) -> None:
@@ -140,37 +143,56 @@ def _rope_kv_write(lowering: Lowering, node: ir.Node) -> None:
     q, k, v = (lowering.view(value) for value in node.inputs[:3])
     table = None if node.inputs[3] is None else lowering.view(node.inputs[3])
     q_norm, k_norm = (lowering.optional_weight(value) for value in node.inputs[4:6])
-    layer = node.attributes["layer"].as_int()
+    k_scale, v_scale = _channel_scales(lowering, node, 9)
     eps = node.attributes["eps"].as_float()
     turned = lowering.output(node.outputs[0], q.width)
     strides = (q.stride, k.stride, v.stride, turned.stride)
-    qk_norm = "false" if q_norm is None else "true"
-    turning = 0 if table is None else table.width
-    lowering.call(
-        "rope_kv_write",
-        (*lowering.heads, *strides, qk_norm, turning),
-        *(Batch(), q, k, v, table, q_norm, k_norm, eps, Pool(layer, "k"), Pool(layer, "v"), turned),
-        out=[turned],
-    )
+    turning = ("false" if q_norm is None else "true", 0 if table is None else table.width)
+    for run in head_runs(lowering.config, lowering.kv, node.attributes["layer"].as_int()):
+        lowering.call(
+            "rope_kv_write",
+            (*run.template, *strides, *turning),
+            *(Batch(), run.queries(q), run.keys(k), run.keys(v), table, q_norm, k_norm, eps),
+            *(*run.pools, run.queries(turned), run.channels(k_scale), run.channels(v_scale)),
+            out=[turned],
+        )
 
 
 def _paged_attention(lowering: Lowering, node: ir.Node) -> None:
     q = lowering.view(node.inputs[0])
-    sinks = lowering.optional_weight(node.inputs[6] if len(node.inputs) > 6 else None)
-    layer = node.attributes["layer"].as_int()
+    sinks = lowering.optional_input(node, 6)
+    k_scale, v_scale = _channel_scales(lowering, node, 7)
     scale = node.attributes["scale"].as_float()
     window = node.attributes["window"].as_int()
     soft_cap = node.attributes["soft_cap"].as_float()
     out = lowering.output(node.outputs[0], q.width)
     flags = ("true" if soft_cap else "false", "false" if sinks is None else "true")
-    pools = (Pool(layer, "k"), Pool(layer, "v"))
     parts = lowering.attention_parts(node.outputs[0])
-    lowering.call(
-        "paged_attention",
-        (*lowering.heads, q.stride, out.stride, *flags),
-        *(Batch(), q, *pools, scale, window, out, soft_cap, sinks, parts, parts.buffer.count),
-        out=[out],
-    )
+    for run in head_runs(lowering.config, lowering.kv, node.attributes["layer"].as_int()):
+        lowering.call(
+            "paged_attention",
+            (*run.template, q.stride, out.stride, *flags),
+            *(Batch(), run.queries(q), *run.pools, scale, window, run.queries(out), soft_cap),
+            *(run.query_heads(sinks), parts, parts.buffer.count),
+            *(run.channels(k_scale), run.channels(v_scale)),
+            out=[out],
+        )
+
+
+def _channel_scales(
+    lowering: Lowering, node: ir.Node, slot: int
+) -> tuple[PackedWeight | None, PackedWeight | None]:
+    """K's and V's, at inputs `slot` and the next. Pools without scales of their own need them."""
+    index = node.attributes["layer"].as_int()
+    layer = lowering.kv.layers[index]
+    scales = lowering.optional_input(node, slot), lowering.optional_input(node, slot + 1)
+    for kind, scale, dtypes in zip("kv", scales, (layer.k_dtypes, layer.v_dtypes), strict=True):
+        if scale is None and "int8-static" in dtypes:
+            raise BuildError(
+                f"layer {index} keeps {kind.upper()} as int8-static and has no "
+                f"layers.{index}.{kind}_scale; calibrate it, or choose another dtype"
+            )
+    return scales
 
 
 def _layer_norm(lowering: Lowering, node: ir.Node) -> None:
@@ -186,15 +208,17 @@ def _layer_norm(lowering: Lowering, node: ir.Node) -> None:
 def _gated_activation(lowering: Lowering, node: ir.Node) -> None:
     gate, up = (lowering.view(value) for value in node.inputs)
     activation = CPP_ACTIVATIONS[node.attributes["activation"].as_string()]
-    group = lowering.int8_group(node.outputs[0])
-    if group:
-        y = lowering.int8_output(node.outputs[0], gate.width, group)
-        kernel, last = "gated_activation_int8", group
+    rounding = lowering.common_rounding(node.outputs[0])
+    strides = (gate.width, gate.stride, up.stride)
+    if rounding:
+        y = lowering.int8_output(node.outputs[0], gate.width, rounding)
+        template = (*strides, rounding.group, activation)
+        arguments = (gate, up, y, y.buffer.count)
+        lowering.call_int8("gated_activation_int8", rounding, template, *arguments, out=[y])
     else:
         y = lowering.output(node.outputs[0], gate.width)
-        kernel, last = "gated_activation", y.stride
-    template = (gate.width, gate.stride, up.stride, last, activation)
-    lowering.call(kernel, template, gate, up, y, y.buffer.count, out=[y])
+        template = (*strides, y.stride, activation)
+        lowering.call("gated_activation", template, gate, up, y, y.buffer.count, out=[y])
 
 
 def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
@@ -340,12 +364,13 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
 }
 
 
-def lower(step: StepGraph, config: DecoderConfig, kv_dtype: str, block_size: int) -> StepPlan:
+def lower(step: StepGraph, config: DecoderConfig, kv: KVLayout) -> StepPlan:
     """The CPU plan of a step graph that went through the passes.
 
-    Raises BuildError, naming the node, for an operation that the target lacks.
+    Raises BuildError, naming the node, for an operation that the target lacks, and naming the
+    layer, for an int8-static pool without channel scales.
     """
-    lowering = Lowering(step, config, kv_dtype, block_size)
+    lowering = Lowering(step, config, kv)
     for node in step.graph:
         lower_node = _LOWER.get((node.domain, node.op_type))
         if lower_node is None:
@@ -360,9 +385,5 @@ def lower(step: StepGraph, config: DecoderConfig, kv_dtype: str, block_size: int
         calls=tuple(lowering.calls),
         weights=tuple(lowering.weights.values()),
         logits=logits,
-        kv_dtype=kv_dtype,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        num_layers=config.num_layers,
+        kv=kv,
     )

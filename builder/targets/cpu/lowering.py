@@ -1,9 +1,11 @@
 """Where each graph value lives while a step graph is lowered to the cpu target, and the calls."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
+from llmbuild.builder.graph.passes.quantise import ACTIVATION_SCALES_SLOT
 from llmbuild.builder.graph.step_graph import CODES, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.cpu.plan import (
@@ -17,6 +19,7 @@ from llmbuild.builder.targets.cpu.plan import (
     View,
 )
 from llmbuild.quant.grid import GROUP_UNIT
+from llmbuild.runtime.manifest import KVLayout
 
 CPP_TYPES = {"fp32": "float", "bf16": "bf16"}
 
@@ -31,29 +34,38 @@ def cpp_grid(weight: PackedWeight) -> str:
     """The kernels' type of a quantised matrix's grid."""
     grid = weight.grid
     assert grid is not None
-    asymmetric = "false" if grid.symmetric else "true"
-    return f"Grid<{grid.bits}, {grid.columns_of(weight.shape[1])}, {asymmetric}>"
+    kind = "false" if grid.symmetric else "true, true" if grid.zero_points else "true"
+    return f"Grid<{grid.bits}, {grid.columns_of(weight.shape[1])}, {kind}>"
 
 
-KV_CPP_TYPES = CPP_TYPES | {"int8": "int8_t"}
 ATTENTION_RANGE_KEYS = 128  # kRangeKeys of plugins/paged_attention/key_range.h
 _TILED = {("linear", 1), ("moe_experts", 3), ("moe_experts", 4)}  # (operation, input)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How linears round what they read to int8: the columns of a group, and the groups' scales, the
+    same for every row; without, each row has its own."""
+
+    group: int
+    scales: PackedWeight | None
+
+    @property
+    def name(self) -> str:
+        """Of the rows that are rounded so, beside their value's."""
+        return f"int8.{self.group}" + (f".{self.scales.name}" if self.scales else "")
 
 
 class Lowering:
     """What the functions of lower.py share while they go through a step graph, node by node."""
 
-    def __init__(
-        self, step: StepGraph, config: DecoderConfig, kv_dtype: str, block_size: int
-    ) -> None:
+    def __init__(self, step: StepGraph, config: DecoderConfig, kv: KVLayout) -> None:
         self.step = step
         self.config = config
-        self.kv_dtype = kv_dtype
-        self.block_size = block_size
+        self.kv = kv
         self.views: dict[ir.Value, View] = {}
         self.expressions: dict[ir.Value, Expression] = {}  # not computed until a kernel needs them
-        # Values rounded to int8 for quantised linears, in groups of so many columns.
-        self.int8_views: dict[tuple[ir.Value, int], View] = {}
+        self.int8_views: dict[tuple[ir.Value, Rounding], View] = {}  # for quantised linears
         self.weights: dict[str, PackedWeight] = {}
         self.calls: list[Call] = []
 
@@ -62,6 +74,20 @@ class Lowering:
     ) -> None:
         writes = tuple(view.buffer for view in out)
         self.calls.append(Call(kernel, template, arguments, writes))
+
+    def call_int8(
+        self,
+        kernel: str,
+        rounding: Rounding,
+        template: tuple[str | int, ...],
+        *arguments: Argument,
+        out: list[View],
+    ) -> None:
+        """A call that writes int8 rows; what it needs for static scales comes last."""
+        if rounding.scales is None:
+            self.call(kernel, template, *arguments, out=out)
+        else:
+            self.call(kernel, (*template, "true"), *arguments, rounding.scales, out=out)
 
     def output(self, value: ir.Value, width: int, **kind: Any) -> View:
         """A new buffer for a value of this many columns; kind: further fields of Buffer."""
@@ -138,38 +164,48 @@ class Lowering:
             self.weights[name] = packed
         return self.weights[name]
 
-    def int8_group(self, value: ir.Value) -> int:
-        """The columns of a group, if linears that round it to int8 alike are all that reads a value
-        and it isn't the graph's result; else 0."""
-        groups = {
-            user.attributes["activation_group"].as_int()
-            if (user.op_type, slot) == ("quantised_linear", 0)
-            else 0
+    def rounding(self, node: ir.Node) -> Rounding | None:
+        """How a quantised linear rounds its activations; None if it reads them as they are."""
+        group = node.attributes["activation_group"].as_int()
+        if not group:
+            return None
+        return Rounding(group, self.optional_input(node, ACTIVATION_SCALES_SLOT))
+
+    def common_rounding(self, value: ir.Value) -> Rounding | None:
+        """That of all who read a value, if those are linears that round it alike and it isn't the
+        graph's result."""
+        roundings = {
+            self.rounding(user) if (user.op_type, slot) == ("quantised_linear", 0) else None
             for user, slot in value.uses()
         }
-        return groups.pop() if len(groups) == 1 and not value.is_graph_output() else 0
+        return roundings.pop() if len(roundings) == 1 and not value.is_graph_output() else None
 
-    def int8_output(self, value: ir.Value, width: int, group: int) -> View:
+    def int8_output(self, value: ir.Value, width: int, rounding: Rounding) -> View:
         """A new buffer for a value of this many columns as int8 rows."""
         assert value.shape is not None
-        items = int8_row_bytes(width, group) // 4
-        name = f"{value.name}.int8.{group}"
+        items = int8_row_bytes(width, rounding.group) // 4
+        name = f"{value.name}.{rounding.name}"
         buffer = Buffer(name, Rows(str(value.shape[0])), items, dtype="int8_rows")
-        self.int8_views[value, group] = View(buffer, 0, items)
-        return self.int8_views[value, group]
+        self.int8_views[value, rounding] = View(buffer, 0, items)
+        return self.int8_views[value, rounding]
 
-    def int8_rows(self, value: ir.Value | None, group: int) -> View:
+    def int8_rows(self, value: ir.Value | None, rounding: Rounding) -> View:
         """Where a value lies as int8 rows, rounded now unless the kernel that made it did so."""
         assert value is not None
-        if (value, group) not in self.int8_views:
+        if (value, rounding) not in self.int8_views:
             x = self.view(value)
-            rows = self.int8_output(value, x.width, group)
-            template = (x.width, group, x.stride)
-            self.call("quantise_rows", template, x, rows, x.buffer.count, out=[rows])
-        return self.int8_views[value, group]
+            rows = self.int8_output(value, x.width, rounding)
+            template = (x.width, rounding.group, x.stride)
+            arguments = (x, rows, x.buffer.count)
+            self.call_int8("quantise_rows", rounding, template, *arguments, out=[rows])
+        return self.int8_views[value, rounding]
 
     def optional_weight(self, value: ir.Value | None) -> PackedWeight | None:
         return None if value is None else self.weight(value)
+
+    def optional_input(self, node: ir.Node, slot: int) -> PackedWeight | None:
+        """A weight that a node may read, or not."""
+        return self.optional_weight(node.inputs[slot] if slot < len(node.inputs) else None)
 
     def attention_parts(self, value: ir.Value) -> View:
         """Memory for attention that is cut between threads: every head of the longest sequence has
@@ -178,10 +214,3 @@ class Lowering:
         range_floats = self.config.num_heads * (-(-self.config.head_dim // 16) * 16 + 2)
         key_floats = -(-range_floats // ATTENTION_RANGE_KEYS)
         return self.scratch(value, "parts", Rows.LONGEST, 1, rows_each=key_floats)
-
-    @property
-    def heads(self) -> tuple[str | int, ...]:
-        """KV type, heads, KV heads, head_dim, block size: the head of the KV kernels' templates."""
-        config = self.config
-        kv_type = KV_CPP_TYPES[self.kv_dtype]
-        return (kv_type, config.num_heads, config.num_kv_heads, config.head_dim, self.block_size)

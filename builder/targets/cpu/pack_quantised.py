@@ -1,7 +1,7 @@
 """Quantised matrices as the CPU kernels read them (plugins/common/grid.h).
 
 Tiles of 16 rows, in each the groups of columns in order. Of a group: vectors of 64 code bytes, four
-of each row, then 16 fp16 scales and, unless symmetric, 16 fp16 minima.
+of each row, then 16 fp16 scales and, unless symmetric, 16 minima or zero points, fp16 as well.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ def pack_quantised(matrix: QuantisedMatrix) -> Iterator[NDArray[np.uint8]]:
     part_rows = max(1, PART_BYTES // (TILE_ROWS * columns)) * TILE_ROWS
     for begin in range(0, rows, part_rows):
         part = matrix.take_rows(slice(begin, begin + part_rows))
-        numbers = [part.scales] if part.minima is None else [part.scales, part.minima]
-        fields = [_code_bytes(part), *map(_number_bytes, numbers)]
+        numbers = (part.scales, part.minima, part.zeros)
+        fields = [_code_bytes(part), *(_number_bytes(n) for n in numbers if n is not None)]
         yield np.concatenate(fields, axis=2).reshape(-1)
 
 
@@ -48,8 +48,8 @@ def _code_bytes(matrix: QuantisedMatrix) -> NDArray[np.uint8]:
     return vectors.reshape(tiles, groups, -1)
 
 
-def _number_bytes(numbers: NDArray[np.float16]) -> NDArray[np.uint8]:
-    """Scales or minima [rows, groups] as bytes [tiles, groups, 32]."""
+def _number_bytes(numbers: NDArray[np.float16] | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Scales, minima or zero points [rows, groups] as bytes of fp16 [tiles, groups, 32]."""
     padded = _padded(numbers.astype("<f2"))
     tiled = padded.reshape(-1, TILE_ROWS, numbers.shape[1]).transpose(0, 2, 1)
     return np.ascontiguousarray(tiled).view(np.uint8)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from llmbuild.quant.grid import WeightGrid
+from llmbuild.runtime.manifest import KVLayout
 
 
 class Rows(Enum):
@@ -101,10 +102,19 @@ class StepInput:
 
 
 @dataclass(frozen=True)
+class WeightFrom:
+    """A weight in rows, from one of its items on."""
+
+    weight: PackedWeight
+    item: int
+
+
+@dataclass(frozen=True)
 class Pool:
-    """One layer's K or V pool."""
+    """The K or V pool of a layer's run of KV heads."""
 
     layer: int
+    run: int
     kind: str  # "k" | "v"
 
 
@@ -113,7 +123,19 @@ class Batch:
     """The whole ragged batch, for kernels that walk sequences."""
 
 
-Argument = View | Expression | PackedWeight | StepInput | Pool | Batch | Count | float | int | None
+Argument = (
+    View
+    | Expression
+    | PackedWeight
+    | WeightFrom
+    | StepInput
+    | Pool
+    | Batch
+    | Count
+    | float
+    | int
+    | None
+)
 
 
 @dataclass(frozen=True)
@@ -145,8 +167,4 @@ class StepPlan:
     calls: tuple[Call, ...]
     weights: tuple[PackedWeight, ...]  # in the order of their first use
     logits: Buffer
-    kv_dtype: str
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    num_layers: int
+    kv: KVLayout

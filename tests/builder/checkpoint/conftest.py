@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from gguf import GGMLQuantizationType as Type
 
 from llmbuild.runtime.detokenizer import Detokenizer
 from llmbuild.runtime.tokenizer import load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # for hf_encoders
 
 WriteGguf = Callable[..., Path]
 

@@ -222,13 +222,6 @@ def test_invalid_config_is_refused(text, directory):
     refused(directory, "config.json")
 
 
-def test_quantised_checkpoint_is_not_yet_supported(directory):
-    save_file({"a": ones(1)}, directory / "model.safetensors")
-    config = CONFIG | {"quantization_config": {"quant_method": "gptq"}}
-    (directory / "config.json").write_text(json.dumps(config))
-    refused(directory, "quantization_config", "not yet supported")
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_directory_of_pickles_is_never_loaded(name, directory):
     (directory / name).write_bytes(b"\x80\x04.")

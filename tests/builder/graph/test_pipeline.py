@@ -22,7 +22,7 @@ from llmbuild.runtime.batch import StepBatch
 
 # Passes that call the same torch functions on the same numbers. One matrix product for several
 # rounds differently.
-EXACT = {*passes(QuantPlan())} - {"merge_linears"}
+EXACT = {*passes(QuantPlan(), {})} - {"merge_linears"}
 TOLERANCE = 1e-5  # of the largest logit: fp32's rounding through two layers
 
 
@@ -43,7 +43,7 @@ def test_no_pass_changes_a_logit_or_what_is_in_the_pools(
     pools = empty_pools(**variant)
     before = run_steps(step, read, batches, pools)
     assert np.isfinite(np.concatenate(before)).all()
-    for name, run in passes(QuantPlan()).items():
+    for name, run in passes(QuantPlan(), {}).items():
         run(step)
         step.graph.sort()
         pools_after = empty_pools(**variant)

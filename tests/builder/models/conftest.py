@@ -28,6 +28,7 @@ class MemoryCheckpoint:
     config: dict[str, Any]
     stored: dict[str, np.ndarray]
     format: str = "safetensors"
+    notes: tuple[str, ...] = ()
     reads: list[str] = field(default_factory=list)
 
     @property

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from int8_rows import encode, quantise
+from int8_rows import encode, quantise, quantise_static
 from kernel_harness import LEVELS, KernelCompiler, Library, bits
 
 # (K, A)
@@ -18,6 +18,12 @@ extern "C" void quantise_{k}_{a}(int threads, const float* x, uint8_t* y, int ro
 extern "C" void quantise_group_{k}_{a}(const float* x, int group, uint8_t* row) {{
   quantise_group<{k}, {a}>(x, group, row);
 }}
+extern "C" void static_{k}_{a}(int threads, const float* x, uint8_t* y, int rows,
+                               const float* scales) {{
+  with_team(threads, [&](const Worker& worker) {{
+    quantise_rows<{k}, {a}, {k + PAD}, true>(worker, x, y, rows, scales);
+  }});
+}}
 """
     for k, a in SHAPES
 )
@@ -28,13 +34,23 @@ def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library
     return compiler.library(SOURCE, request.param)
 
 
-def run(library: Library, x: np.ndarray, group: int, threads: int = 1) -> np.ndarray:
+def run(
+    library: Library,
+    x: np.ndarray,
+    group: int,
+    threads: int = 1,
+    scales: np.ndarray | None = None,
+) -> np.ndarray:
+    """The rows' bytes; with scales, those of static ones."""
     rows, k = x.shape
     padded = np.full((rows, k + PAD), np.nan, np.float32)
     padded[:, :k] = x
     y = np.zeros((rows + 1, library.call(f"bytes_{k}_{group}")), np.uint8)
     y[rows] = 7
-    library.call(f"quantise_{k}_{group}", threads, padded, y, rows)
+    if scales is None:
+        library.call(f"quantise_{k}_{group}", threads, padded, y, rows)
+    else:
+        library.call(f"static_{k}_{group}", threads, padded, y, rows, scales)
     assert (y[rows] == 7).all(), "bytes past the rows were written"
     return y[:rows]
 
@@ -94,3 +110,73 @@ def test_what_is_no_number_makes_its_group_none_and_no_other(library: Library, b
         others = np.delete(scales, 1)
         np.testing.assert_array_equal(bits(others), bits(np.full(4, np.float32(1) / 127)))
         assert (np.delete(row[0, :160].reshape(5, 32), 1, axis=0) == 127).all()
+
+
+def static_scales(k: int, group: int) -> np.ndarray:
+    return np.random.default_rng(k).uniform(0.001, 0.02, k // group).astype(np.float32)
+
+
+@pytest.mark.parametrize(("k", "group"), SHAPES)
+def test_static_rows_have_the_bytes_of_numpy(library: Library, k: int, group: int) -> None:
+    """Alone and together, with any team; some values lie beyond 127 scales."""
+    rng, scales = np.random.default_rng(k + group), static_scales(k, group)
+    for rows in (0, 1, 2, 7):
+        x = rng.standard_normal((rows, k)).astype(np.float32) * 3
+        expected = encode(*quantise_static(x, scales))
+        for threads in (1, 3):
+            np.testing.assert_array_equal(run(library, x, group, threads, scales), expected)
+        for row in range(rows):
+            alone = run(library, x[row : row + 1], group, 2, scales)
+            np.testing.assert_array_equal(alone, expected[row : row + 1])
+
+
+@pytest.mark.parametrize(("k", "group"), SHAPES)
+def test_a_static_code_is_the_nearest_within_127_scales(
+    library: Library, k: int, group: int
+) -> None:
+    """By a loop in float64: no further than half a scale, but for the reciprocal's rounding."""
+    scales = static_scales(k, group)
+    x = np.random.default_rng(k).standard_normal((3, k)).astype(np.float32) * 3
+    codes = run(library, x, group, 1, scales)[:, :k].view(np.int8)
+    saturated = 0
+    for row, column in np.ndindex(x.shape):
+        exact = float(x[row, column]) / float(scales[column // group])
+        saturated += abs(exact) > 127.5
+        nearest = min(max(exact, -127.0), 127.0)
+        assert abs(int(codes[row, column]) - nearest) <= 0.5 + 127 * 2.0**-22
+    assert 0 < saturated < x.size
+
+
+def test_static_halves_are_rounded_to_even(library: Library) -> None:
+    x = np.tile(np.array([0.5, 1.5, -0.5, -2.5, 126.5, -127.5, 127, 128], np.float32), 4)[None]
+    codes = run(library, x / 4, 32, 1, np.array([0.25], np.float32))[0, :32].view(np.int8)
+    np.testing.assert_array_equal(codes, [0, 2, 0, -2, 126, -127, 127, 127] * 4)
+
+
+def test_static_codes_saturate_at_127_scales(library: Library) -> None:
+    """Far beyond what an int32 holds, too, and at infinity."""
+    scales = np.array([0.5, 2.0**-100, 1.0, 1e-38, 3e38], np.float32)
+    x = np.zeros((1, 160), np.float32)
+    x[0, :5] = 1e9, -1e30, np.inf, -np.inf, 63.7
+    x[0, 32:34], x[0, 96], x[0, 128:130] = (3e38, -3e38), 1e-36, (3e38, np.inf)
+    row = run(library, x, 32, 1, scales)
+    codes = row[0, :160].view(np.int8)
+    np.testing.assert_array_equal(codes[:5], [127, -127, 127, -127, 127])
+    np.testing.assert_array_equal(codes[[32, 33, 96, 128, 129]], [127, -127, 100, 1, 127])
+    assert np.count_nonzero(codes) == 10
+    np.testing.assert_array_equal(row[0, 160:180].view(np.float32), scales)
+
+
+def test_a_nan_makes_its_static_group_none_and_no_other(library: Library) -> None:
+    scales = static_scales(160, 32)
+    for column in (32, 47, 63):
+        x = np.ones((1, 160), np.float32)
+        clean = run(library, x, 32, 1, scales)
+        x[0, column] = np.nan
+        row = run(library, x, 32, 1, scales)
+        found, scaled_sums = row[0, 160:180].view(np.float32), row[0, 200:220].view(np.float32)
+        assert np.isnan(found[1])
+        assert np.isnan(scaled_sums[1])
+        np.testing.assert_array_equal(np.delete(found, 1), np.delete(scales, 1))
+        others = np.delete(row[0, :160].reshape(5, 32), 1, axis=0)
+        np.testing.assert_array_equal(others, np.delete(clean[0, :160].reshape(5, 32), 1, axis=0))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from int8_rows import quantise
+from int8_rows import quantise, quantise_static
 
 from llmbuild.plugins.common.quantised import dequantise, round_to_int8
 
@@ -28,6 +28,17 @@ def test_a_weight_is_its_groups_scale_times_the_code_beyond_zero(
             product = np.float32(float(scales[row, group]) * code)  # exact: 11 and 8 bits
             expected = product + (0 if symmetric else np.float32(minima[row, group]))
             assert got[row, column] == expected
+
+
+def test_zeros_take_the_place_of_the_one_zero_group_by_group() -> None:
+    rng = np.random.default_rng(0)
+    codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((3, 96), (3, 3)))
+    scales = rng.normal(0, 0.1, (3, 3)).astype(np.float16)
+    got = dequantise(*map(torch.from_numpy, (codes, scales)), None, 0, torch.from_numpy(zeros))
+    for row in range(3):
+        for column in range(96):
+            code = int(codes[row, column]) - int(zeros[row, column // 32])
+            assert got[row, column] == np.float32(float(scales[row, column // 32]) * code)
 
 
 @pytest.mark.parametrize(("rows", "columns", "group"), [(0, 32, 32), (1, 32, 32), (7, 192, 64)])
@@ -66,3 +77,26 @@ def test_what_is_no_number_makes_its_group_none_and_no_other(wrong: float) -> No
     assert not finite[0, 32:64].any()
     assert finite[0, :32].all()
     assert finite[0, 64:].all()
+
+
+@pytest.mark.parametrize(("rows", "columns", "group"), [(0, 32, 32), (1, 32, 32), (7, 192, 64)])
+def test_static_scales_are_those_of_every_row(rows: int, columns: int, group: int) -> None:
+    rng = np.random.default_rng(columns)
+    x = rng.standard_normal((rows, columns)).astype(np.float32) * 3
+    scales = rng.uniform(0.01, 0.1, columns // group).astype(np.float32)
+    codes, _ = quantise_static(x, scales)
+    got = round_to_int8(torch.from_numpy(x), group, torch.from_numpy(scales))
+    expected = codes.astype(np.float32) * np.repeat(scales, group)
+    np.testing.assert_array_equal(got.numpy(), expected)
+    for row in range(rows):
+        alone = round_to_int8(torch.from_numpy(x[row : row + 1]), group, torch.from_numpy(scales))
+        np.testing.assert_array_equal(alone.numpy(), expected[row : row + 1])
+
+
+def test_static_scales_round_halves_to_even_saturate_and_leave_a_nan() -> None:
+    given = [0.25, 0.75, -0.25, -1.25, 63.4, 64, -64, 1e30, torch.inf, -torch.inf, torch.nan]
+    expected = [0.0, 1, 0, -1, 63.5, 63.5, -63.5, 63.5, 63.5, -63.5, torch.nan]
+    x = torch.zeros(1, 64)
+    x[0, 20 : 20 + len(given)] = torch.tensor(given)
+    got = round_to_int8(x, 32, torch.tensor([0.5, 3.0]))[0, 20 : 20 + len(given)]
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)

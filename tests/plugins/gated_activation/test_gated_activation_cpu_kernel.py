@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from int8_rows import encode, quantise
+from int8_rows import encode, quantise, quantise_static
 from kernel_harness import LEVELS, KernelCompiler, Library, bits
 
 WIDTHS = [1, 7, 17, 33, 576]
@@ -41,6 +41,13 @@ extern "C" void int8_{n}_{a}(int threads, const float* both, uint8_t* y, int row
   with_team(threads, [&](const Worker& worker) {{
     gated_activation_int8<{n}, {2 * n + 3}, {2 * n + 3}, {a}, {activation}>(
         worker, both, both + {n}, y, rows);
+  }});
+}}
+extern "C" void static_{n}_{a}(int threads, const float* both, uint8_t* y, int rows,
+                               const float* scales) {{
+  with_team(threads, [&](const Worker& worker) {{
+    gated_activation_int8<{n}, {2 * n + 3}, {2 * n + 3}, {a}, {activation}, true>(
+        worker, both, both + {n}, y, rows, scales);
   }});
 }}
 """
@@ -145,24 +152,28 @@ def test_a_nan_gate_stays_nan(library: Library, activation: str) -> None:
     np.testing.assert_array_equal(np.isnan(y[0]), np.arange(33) == 20)
 
 
+@pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize(("n", "group"), INT8)
 def test_int8_rows_are_the_rounded_result_in_any_batch_and_team(
-    library: Library, n: int, group: int
+    library: Library, n: int, group: int, is_static: bool
 ) -> None:
     """Of the fp32 kernel, rounded by numpy. A group is a thread's, so a row may be several's."""
+    scales = np.random.default_rng(n).uniform(0.02, 0.1, n // group).astype(np.float32)
+    kernel, given = ("static", (scales,)) if is_static else ("int8", ())
     for rows in (0, 1, 2, 13):
         both = np.full((rows, 2 * n + 3), np.nan, np.float32)
         both[:, : 2 * n] = np.random.default_rng(n).standard_normal((rows, 2 * n)) * 5
         result = np.zeros((rows, n), np.float32)
         library.call(f"plain_{n}_{group}", 1, both, result, rows)
-        expected = encode(*quantise(result, group))
+        rounded = quantise_static(result, scales) if is_static else quantise(result, group)
+        expected = encode(*rounded)
         for threads in (1, 2, 3):
             y = np.zeros((rows + 1, expected.shape[1]), np.uint8)
             y[rows] = 7
-            library.call(f"int8_{n}_{group}", threads, both, y, rows)
+            library.call(f"{kernel}_{n}_{group}", threads, both, y, rows, *given)
             np.testing.assert_array_equal(y[:rows], expected)
             assert (y[rows] == 7).all()
         if rows:
             alone = np.zeros_like(y[:1])
-            library.call(f"int8_{n}_{group}", 3, both[rows - 1 :].copy(), alone, 1)
+            library.call(f"{kernel}_{n}_{group}", 3, both[rows - 1 :].copy(), alone, 1, *given)
             np.testing.assert_array_equal(alone, expected[rows - 1 :])

@@ -14,13 +14,16 @@ CASES = [
     (WeightGrid(8, 32, True), 160),
     (WeightGrid(8, 192, False), 576),
     (WeightGrid(8, 0, True), 96),
+    (WeightGrid(4, 64, False, zero_points=True), 192),
+    (WeightGrid(8, 0, False, zero_points=True), 96),
 ]
 
 SOURCE = '#include "gather_rows/cpu.h"\n' + "".join(
     f"""
 extern "C" void gather_{i}(int threads, const uint8_t* table, const int32_t* index, float* y,
                            int rows) {{
-  using Table = Grid<{grid.bits}, {grid.columns_of(k)}, {"false" if grid.symmetric else "true"}>;
+  using Table = Grid<{grid.bits}, {grid.columns_of(k)}, {str(not grid.symmetric).lower()},
+                     {str(grid.zero_points).lower()}>;
   with_team(threads, [&](const Worker& worker) {{
     gather_quantised_rows<Table, {k}, {k + 3}>(worker, table, index, y, rows);
   }});
@@ -47,12 +50,15 @@ def test_gathered_rows_are_the_dequantised_rows_exactly(
         grid,
         rng.integers(0, 1 << grid.bits, (TABLE_ROWS, k), dtype=np.uint8),
         rng.standard_normal(groups).astype(np.float16),
-        None if grid.symmetric else rng.standard_normal(groups).astype(np.float16),
+        rng.standard_normal(groups).astype(np.float16) if grid.has_minima else None,
+        rng.integers(0, 1 << grid.bits, groups, dtype=np.uint8) if grid.zero_points else None,
     )
     packed = np.concatenate(list(pack_quantised(table)))
     # A product of 11 and 8 bits is exact in fp32; the sum with a minimum rounds once.
     width = grid.columns_of(k)
     exact = table.codes.astype(np.float64) - (grid.zero if grid.symmetric else 0)
+    if table.zeros is not None:
+        exact -= np.repeat(table.zeros.astype(np.float64), width, axis=1)
     exact *= np.repeat(table.scales.astype(np.float64), width, axis=1)
     if table.minima is not None:
         exact += np.repeat(table.minima.astype(np.float64), width, axis=1)

@@ -52,6 +52,18 @@ def test_each_row_of_a_quantised_table_is_what_its_codes_stand_for(
             assert value == product + (0 if symmetric else np.float32(minima[chosen, group]))
 
 
+def test_rows_of_a_table_with_zero_points_take_their_own() -> None:
+    rng = np.random.default_rng(0)
+    codes, zeros = (rng.integers(0, 16, shape, dtype=np.uint8) for shape in ((5, 64), (5, 2)))
+    scales = rng.normal(0, 0.1, (5, 2)).astype(np.float16)
+    table = map(torch.from_numpy, (codes, scales))
+    index = torch.tensor([4, 0, 4], dtype=torch.int32)
+    got = gather_quantised_rows(*table, None, index, 0, torch.from_numpy(zeros))
+    whole = codes.astype(np.float32) - np.repeat(zeros.astype(np.float32), 32, axis=1)
+    values = whole * np.repeat(scales.astype(np.float32), 32, axis=1)
+    assert got.numpy().tolist() == values[index].tolist()
+
+
 def test_no_index_gives_no_quantised_row() -> None:
     codes, scales = torch.ones(2, 32, dtype=torch.uint8), torch.ones(2, 1, dtype=torch.float16)
     got = gather_quantised_rows(codes, scales, None, torch.tensor([], dtype=torch.int32), 8)

@@ -22,15 +22,16 @@ class Case:
     n: int
     k: int
     a: int
+    zero_points: bool = False
 
     @property
     def name(self) -> str:
-        kind = "sym" if self.symmetric else "asym"
+        kind = "sym" if self.symmetric else "zero" if self.zero_points else "asym"
         return f"int{self.bits}_{self.group}_{kind}_{self.n}x{self.k}_{self.a}"
 
     @property
     def grid(self) -> WeightGrid:
-        return WeightGrid(self.bits, self.group, self.symmetric)
+        return WeightGrid(self.bits, self.group, self.symmetric, self.zero_points)
 
     @property
     def width(self) -> int:
@@ -50,12 +51,16 @@ CASES = [
     Case(8, 0, True, 7, 160, 160),
     Case(8, 32, True, 33, 576, 32),
     Case(8, 64, False, 17, 192, 192),
+    Case(4, 64, False, 33, 192, 32, zero_points=True),
+    Case(4, 0, False, 1, 96, 96, zero_points=True),
+    Case(8, 32, False, 17, 160, 32, zero_points=True),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 SOURCE = '#include "linear/quantised.h"\n' + "".join(
     f"""
-using Grid_{c.name} = Grid<{c.bits}, {c.width}, {"false" if c.symmetric else "true"}>;
+using Grid_{c.name} = Grid<{c.bits}, {c.width}, {str(not c.symmetric).lower()},
+                           {str(c.zero_points).lower()}>;
 extern "C" void int8_{c.name}(int threads, const uint8_t* x, const uint8_t* w, const float* bias,
                               float* y, int rows) {{
   with_team(threads, [&](const Worker& worker) {{
@@ -85,7 +90,8 @@ def random_matrix(case: Case, rng: np.random.Generator) -> QuantisedMatrix:
         case.grid,
         rng.integers(0, 1 << case.bits, (case.n, case.k), dtype=np.uint8),
         rng.uniform(-0.01, 0.01, groups).astype(np.float16),
-        None if case.symmetric else rng.uniform(-0.1, 0.1, groups).astype(np.float16),
+        rng.uniform(-0.1, 0.1, groups).astype(np.float16) if case.grid.has_minima else None,
+        rng.integers(0, 1 << case.bits, groups, dtype=np.uint8) if case.zero_points else None,
     )
 
 
@@ -123,14 +129,19 @@ def test_dots_of_whole_numbers_are_exact(library: Library, case: Case) -> None:
     codes[0, :k] = top
     codes[-1, :k] = 0 if case.n > 1 else top
     groups = (case.n, case.k // case.width)
-    minima = None if case.symmetric else rng.integers(-9, 9, groups).astype(np.float16)
-    matrix = QuantisedMatrix(case.grid, codes, np.ones(groups, np.float16), minima)
+    minima = rng.integers(-9, 9, groups).astype(np.float16) if case.grid.has_minima else None
+    zeros = None
+    if case.zero_points:
+        zeros = rng.integers(0, top + 1, groups, dtype=np.uint8)
+    matrix = QuantisedMatrix(case.grid, codes, np.ones(groups, np.float16), minima, zeros)
     x = rng.integers(-127, 128, (13, case.k)).astype(np.int8)
     x[0], x[1], x[2] = 127, -127, np.where(np.arange(case.k) % 2, 127, -127)
     row_bytes = encode(x, np.ones((13, case.k // case.a), np.float32))
     weights = codes.astype(np.int64) - (case.grid.zero if case.symmetric else 0)
     if minima is not None:
         weights += np.repeat(minima.astype(np.int64), case.width, axis=1)
+    if zeros is not None:
+        weights -= np.repeat(zeros.astype(np.int64), case.width, axis=1)
     expected = x.astype(np.int64) @ weights.T
     assert np.abs(expected).max() < 2**24
     got = run(library, "int8", case, row_bytes, packed_bytes(matrix), None)
@@ -155,6 +166,8 @@ def test_int8_linear_is_within_the_rounding_bound_of_float64(library: Library, c
 def dequantised(matrix: QuantisedMatrix) -> np.ndarray:
     width = matrix.grid.columns_of(matrix.codes.shape[1])
     scales = np.repeat(matrix.scales.astype(np.float64), width, axis=1)
+    if matrix.zeros is not None:
+        return (matrix.codes - np.repeat(matrix.zeros.astype(np.float64), width, axis=1)) * scales
     if matrix.minima is None:
         return (matrix.codes.astype(np.float64) - matrix.grid.zero) * scales
     return matrix.codes * scales + np.repeat(matrix.minima.astype(np.float64), width, axis=1)
@@ -163,6 +176,12 @@ def dequantised(matrix: QuantisedMatrix) -> np.ndarray:
 def magnitudes(matrix: QuantisedMatrix) -> np.ndarray:
     """Of what is added up for a weight: the parts of an asymmetric one may cancel."""
     width = matrix.grid.columns_of(matrix.codes.shape[1])
+    if matrix.zeros is not None:
+        scales, zeros = (
+            np.repeat(np.abs(field.astype(np.float64)), width, axis=1)
+            for field in (matrix.scales, matrix.zeros)
+        )
+        return (matrix.codes + zeros) * scales
     if matrix.minima is None:
         return np.abs(dequantised(matrix))
     scales, minima = (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from int8_rows import quantise
+from int8_rows import quantise, quantise_static
 
 from llmbuild.plugins.linear.op import linear, quantised_linear
 
@@ -44,6 +44,19 @@ def test_whole_numbers_are_multiplied_and_scaled(
         assert np.abs(got.numpy() - expected).max() <= bound
 
 
+def test_weights_with_zero_points_stand_around_their_groups_own() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    codes, zeros = (rng.integers(0, 256, shape, dtype=np.uint8) for shape in ((5, 64), (5, 2)))
+    scales = rng.normal(0, 0.1, (5, 2)).astype(np.float16)
+    tensors = map(torch.from_numpy, (x, codes, scales))
+    got = quantised_linear(*tensors, None, None, 0, 0, torch.from_numpy(zeros))
+    weight = codes.astype(np.float64) - np.repeat(zeros.astype(np.float64), 32, 1)
+    weight *= np.repeat(scales.astype(np.float64), 32, 1)
+    bound = 70 * EPS * (np.abs(x) @ np.abs(weight).T)
+    assert (np.abs(got.numpy() - x @ weight.T) <= bound).all()
+
+
 def test_rounded_activations_differ_from_those_as_they_are() -> None:
     """By about 1 / 254 of the largest, so the attribute isn't ignored."""
     rng = np.random.default_rng(0)
@@ -55,3 +68,19 @@ def test_rounded_activations_differ_from_those_as_they_are() -> None:
     rounded = quantised_linear(x, codes, scales, None, None, 8, 32)
     torch.testing.assert_close(as_it_is, plain, rtol=0, atol=1e-4)
     assert 1e-3 < (rounded - plain).abs().max() < 1
+
+
+def test_static_scales_round_activations_of_all_rows_alike() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 96)).astype(np.float32)
+    codes = rng.integers(0, 256, (5, 96), dtype=np.uint8)
+    scales = rng.normal(0, 0.1, (5, 1)).astype(np.float16)
+    given = np.array([0.01, 0.02, 0.005], np.float32)
+    tensors = map(torch.from_numpy, (x, codes, scales))
+    got = quantised_linear(*tensors, None, None, 128, 32, None, torch.from_numpy(given))
+    whole, _ = quantise_static(x, given)
+    inputs = whole * np.repeat(given.astype(np.float64), 32)
+    weight = (codes.astype(np.float64) - 128) * scales.astype(np.float64)
+    bound = 100 * EPS * (np.abs(inputs) @ np.abs(weight).T).max()
+    assert np.abs(got.numpy() - inputs @ weight.T).max() <= bound
+    assert (np.abs(whole) == 127).any()

@@ -54,32 +54,31 @@ def check(
     shape: tuple[int, int, int, int],
     sequences: list[tuple[int, int]],
     window: int,
-    dtype: torch.dtype = torch.float32,
     soft_cap: float = 0.0,
     sinks: NDArray[np.float32] | None = None,
+    has_channel_scales: bool = False,
 ) -> None:
     heads, kv_heads, head_dim, block_size = shape
     rng = np.random.default_rng(sum(shape) + window)
     step, num_blocks = make_step(sequences, block_size, rng)
     pool_shape = (num_blocks, kv_heads, block_size, head_dim)
-    pools, elsewhere = (LayerPools.filled(pool_shape, dtype, dtype, torch.nan) for _ in range(2))
+    dtypes = ["fp32"] * kv_heads
+    pools, elsewhere = (LayerPools.filled(pool_shape, dtypes, dtypes, torch.nan) for _ in range(2))
+    factors = rng.uniform(0.5, 2, (2, kv_heads * head_dim)).astype(np.float32)
+    factors = factors if has_channel_scales else np.ones_like(factors)
     whole: list[list[NDArray[np.float64]]] = []
     for s, length in enumerate(step.kv_lengths):
         whole.append([])
-        for pool, scales in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
-            values = torch.from_numpy(rng.standard_normal((length, kv_heads, head_dim)))
-            rows = (values if scales is None else (40 * values).round()).to(dtype)
-            row_scales = torch.from_numpy(rng.uniform(0.01, 0.1, (length, kv_heads))).float()
+        for pool, scale in zip((pools.k, pools.v), factors, strict=True):
+            rows = torch.from_numpy(rng.standard_normal((length, kv_heads, head_dim))).float()
             for p in range(length):
                 block, offset = step.block_tables[s, p // block_size], p % block_size
                 pool[block, :, offset] = rows[p]
-                if scales is not None:
-                    scales[block, :, offset] = row_scales[p]
-            factors = 1 if scales is None else row_scales.double()[..., None]
-            whole[-1].append((rows.double() * factors).numpy())
+            whole[-1].append(rows.double().numpy() * scale.reshape(kv_heads, head_dim))
     q = rng.standard_normal((len(step.positions), heads * head_dim)).astype(np.float32)
     scale = 1.7 * head_dim**-0.5
     arrays = (step.positions, step.query_start, step.kv_lengths, step.block_tables)
+    scales = map(torch.from_numpy, factors) if has_channel_scales else (None, None)
     with bind_kv_pools([elsewhere, pools]):
         out = paged_attention(
             torch.from_numpy(q),
@@ -90,6 +89,7 @@ def check(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            **dict(zip(("k_scale", "v_scale"), scales, strict=True)),
         )
     assert (out.shape, out.dtype) == (q.shape, torch.float32)
     for s, (keys, values) in enumerate(whole):
@@ -111,15 +111,11 @@ def test_ragged_step_with_shuffled_blocks_equals_loops(
     check(shape, RAGGED, window)
 
 
-def test_keys_and_values_kept_in_bf16_are_read_as_what_they_are() -> None:
-    check((6, 2, 6, 4), RAGGED, 5, torch.bfloat16)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_keys_and_values_are_their_codes_times_their_scales(
+def test_keys_and_values_are_what_is_kept_times_their_channel_scales(
     shape: tuple[int, int, int, int],
 ) -> None:
-    check(shape, RAGGED, 5, torch.int8)
+    check(shape, RAGGED, 5, has_channel_scales=True)
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0, 1e6])

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from int8_rows import encode, quantise
+from int8_rows import encode, quantise, quantise_static
 from kernel_harness import LEVELS, KernelCompiler, Library, bits
 
 # (N, GROUP)
@@ -46,6 +46,20 @@ extern "C" void add_int8_{n}_{a}(int threads, const float* x, const float* resid
   with_team(threads, [&](const Worker& worker) {{
     add_rms_norm_int8<{n}, {n + PAD}, {n + 1}, {n + 2}, {a}>(worker, x, residual, w, eps, sum, y,
                                                              rows);
+  }});
+}}
+extern "C" void static_{n}_{a}(int threads, const float* x, const float* w, float eps, uint8_t* y,
+                               int rows, const float* scales) {{
+  with_team(threads, [&](const Worker& worker) {{
+    rms_norm_int8<{n}, {a}, {n + PAD}, true>(worker, x, w, eps, y, rows, scales);
+  }});
+}}
+extern "C" void add_static_{n}_{a}(int threads, const float* x, const float* residual,
+                                   const float* w, float eps, float* sum, uint8_t* y, int rows,
+                                   const float* scales) {{
+  with_team(threads, [&](const Worker& worker) {{
+    add_rms_norm_int8<{n}, {n + PAD}, {n + 1}, {n + 2}, {a}, true>(worker, x, residual, w, eps, sum,
+                                                                   y, rows, scales);
   }});
 }}
 """
@@ -128,13 +142,15 @@ def test_norm_of_a_row_has_the_same_bits_in_any_batch_and_team(
         np.testing.assert_array_equal(alone, together[row : row + 1])
 
 
-def int8_rows_of(library: Library, x: np.ndarray, group: int) -> np.ndarray:
+def int8_rows_of(
+    library: Library, x: np.ndarray, group: int, scales: np.ndarray | None = None
+) -> np.ndarray:
     """What numpy makes of the fp32 kernel's own result."""
     rows, n = len(x), x.shape[1] - PAD
     normed = np.zeros((rows, n), np.float32)
     library.call(f"plain_{n}_{group}", 1, x, weight_of(n), EPS, normed, rows)
     assert np.isfinite(normed).all()
-    return encode(*quantise(normed, group))
+    return encode(*(quantise(normed, group) if scales is None else quantise_static(normed, scales)))
 
 
 @pytest.mark.parametrize(("n", "group"), INT8)
@@ -177,3 +193,49 @@ def test_an_int8_row_has_the_same_bytes_in_any_batch(library: Library, n: int, g
         alone = np.zeros_like(together[:1])
         library.call(f"int8_{n}_{group}", 2, x[row : row + 1].copy(), weight_of(n), EPS, alone, 1)
         np.testing.assert_array_equal(alone, together[row : row + 1])
+
+
+def scales_of(n: int, group: int) -> np.ndarray:
+    """So small that a part of a norm's values saturates."""
+    return np.random.default_rng(n).uniform(0.005, 0.03, n // group).astype(np.float32)
+
+
+@pytest.mark.parametrize(("n", "group"), INT8)
+def test_norm_with_static_scales_is_rounded_by_them_in_any_batch_and_team(
+    library: Library, n: int, group: int
+) -> None:
+    scales = scales_of(n, group)
+    for rows in (0, 1, 2, 13):
+        x = rows_of(n, rows)
+        expected = int8_rows_of(library, x, group, scales)
+        for threads in (1, 2, 3):
+            y = np.zeros((rows + 1, expected.shape[1]), np.uint8)
+            y[rows] = 7
+            library.call(f"static_{n}_{group}", threads, x, weight_of(n), EPS, y, rows, scales)
+            np.testing.assert_array_equal(y[:rows], expected)
+            assert (y[rows] == 7).all()
+        if rows:
+            alone, last = np.zeros_like(expected[:1]), x[rows - 1 :].copy()
+            library.call(f"static_{n}_{group}", 2, last, weight_of(n), EPS, alone, 1, scales)
+            np.testing.assert_array_equal(alone, expected[rows - 1 :])
+    assert (np.abs(expected[:, :n].view(np.int8)) == 127).sum() > rows
+
+
+@pytest.mark.parametrize(("n", "group"), INT8)
+def test_norm_after_an_addition_with_static_scales_is_rounded_by_them(
+    library: Library, n: int, group: int
+) -> None:
+    scales = scales_of(n, group)
+    for rows in (0, 1, 13):
+        x = rows_of(n, rows)
+        residual = np.random.default_rng(9).standard_normal((rows, n + 1)).astype(np.float32)
+        total = np.full((rows, n + 2), 7.0, np.float32)
+        padded = np.zeros_like(x)
+        padded[:, :n] = x[:, :n] + residual[:, :n]
+        expected = int8_rows_of(library, padded, group, scales)
+        y = np.zeros((rows, expected.shape[1]), np.uint8)
+        arguments = (x, residual, weight_of(n), EPS, total, y, rows, scales)
+        library.call(f"add_static_{n}_{group}", 2, *arguments)
+        np.testing.assert_array_equal(bits(total[:, :n]), bits(padded[:, :n].copy()))
+        assert (total[:, n:] == 7.0).all()
+        np.testing.assert_array_equal(y, expected)

@@ -1,15 +1,16 @@
 """The torch references of rotary, kv_write and their fusion against float64 loops."""
 
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from int8_rows import quantise
 from kernel_harness import Step, make_step
+from kv_slabs import KV_DTYPES, RECIPE_DTYPES, keep
 from numpy.typing import NDArray
 
-from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools
+from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools, kept
 from llmbuild.plugins.rope_kv_write.op import kv_write, rope_kv_write, rotary
 
 EPS = 2.0**-24
@@ -50,7 +51,8 @@ def normed_by_loops(
     return np.array(out).reshape(x.shape)
 
 
-def make(shape: Shape, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def make(shape: Shape, *dtypes: str) -> dict[str, Any]:
+    """dtypes: of the heads in turn, over and over; fp32 where there are none."""
     heads, kv_heads, head_dim, block_size = shape
     rng = np.random.default_rng(head_dim)
     step, num_blocks = make_step(SEQUENCES, block_size, rng)
@@ -61,7 +63,8 @@ def make(shape: Shape, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         for name, width in widths.items()
     }
     pool_shape = (num_blocks, kv_heads, block_size, head_dim)
-    empty = [LayerPools.filled(pool_shape, dtype, dtype, torch.nan) for _ in range(3)]
+    of_heads = [*islice(cycle(dtypes or ("fp32",)), kv_heads)]
+    empty = [LayerPools.filled(pool_shape, of_heads, of_heads, torch.nan) for _ in range(3)]
     return case | {"step": step, "pools": empty, "angles": angles_of(step.positions, head_dim)}
 
 
@@ -98,10 +101,10 @@ def test_rotary_leaves_what_lies_past_the_tables_width(turning: int) -> None:
     np.testing.assert_array_equal(heads[0][:, turning:], heads[1][:, turning:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kv_write_fills_each_tokens_slot_of_its_layer_and_no_other(
-    shape: Shape, dtype: torch.dtype
+    shape: Shape, dtype: str
 ) -> None:
     case = make(shape, dtype)
     k, v = torch.from_numpy(case["k"]), torch.from_numpy(case["v"])
@@ -115,21 +118,54 @@ def test_kv_write_fills_each_tokens_slot_of_its_layer_and_no_other(
         assert case["pools"][layer].v.isnan().all()
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KV_DTYPES), ["int4x2", "int8_t", "bf16"]])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kv_write_rounds_to_int8_as_numpy_does(shape: Shape) -> None:
-    case, head_dim = make(shape, torch.int8), shape[2]
+def test_kv_write_keeps_of_each_head_what_numpy_does(
+    shape: Shape, kinds: list[str], scaled: bool
+) -> None:
+    """Once K and V are divided by channel scales, where there are any."""
+    _, kv_heads, head_dim, block_size = shape
+    case = make(shape, *(RECIPE_DTYPES[kind] for kind in kinds))
     case["k"][0] = 0
+    scales = np.random.default_rng(2).uniform(0.02, 3, (2, kv_heads * head_dim)).astype(np.float32)
+    given = [torch.from_numpy(each) if scaled else None for each in scales]
+    with bind_kv_pools(case["pools"]):
+        kv_write(*(torch.from_numpy(case[n]) for n in "kv"), *where(case["step"]), 1, *given)
+    pools = case["pools"][1]
+    for name, pool, scale in zip("kv", (pools.k, pools.v), scales, strict=True):
+        rows = (case[name] / scale if scaled else case[name]).reshape(-1, kv_heads, head_dim)
+        slots = case["step"].slots(block_size)
+        for head, kind in zip(range(kv_heads), cycle(kinds)):
+            expected = keep(kind, rows[:, head]).elements
+            got = np.stack([pool[block, head, at].float().numpy() for block, at in slots])
+            np.testing.assert_allclose(got, expected, rtol=2 * EPS, atol=2 * EPS)
+        assert (~pool.isnan()).sum() == rows.size  # and no other slot
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_of_codes_that_is_no_number_is_nan_and_no_other_row(dtype: str, bad: float) -> None:
+    case = make(SHAPES[1], dtype)
+    case["v"][3, 8] = bad  # of the second head
     with bind_kv_pools(case["pools"]):
         kv_write(*(torch.from_numpy(case[n]) for n in "kv"), *where(case["step"]), layer=1)
-    pools = case["pools"][1]
-    for name, pool, scales in (("k", pools.k, pools.k_scale), ("v", pools.v, pools.v_scale)):
-        expected, expected_scales = quantise(case[name].reshape(-1, head_dim), head_dim)
-        slots = case["step"].slots(shape[3])
-        codes = np.stack([pool[block, :, offset].numpy() for block, offset in slots])
-        np.testing.assert_array_equal(codes.reshape(expected.shape), expected)
-        written = np.stack([scales[block, :, offset].numpy() for block, offset in slots])
-        np.testing.assert_array_equal(written.reshape(expected_scales.shape), expected_scales)
-        assert (~scales.isnan()).sum() == written.size  # and no other slot
+    slots = case["step"].slots(SHAPES[1][3])
+    is_nan = np.stack([case["pools"][1].v[block, :, at].isnan().numpy() for block, at in slots])
+    assert is_nan[3, 1].all()
+    is_nan[3, 1] = False
+    assert not is_nan.any()
+
+
+@pytest.mark.parametrize("width", [2, 7, 64])
+def test_an_int4_element_is_within_half_a_step_of_what_was_written(width: int) -> None:
+    """And a bf16 rounding of the range's ends."""
+    rng = np.random.default_rng(width)
+    x = (rng.standard_normal((500, 1, width)) + rng.uniform(-3, 3, (500, 1, 1))).astype(np.float32)
+    got = kept(torch.from_numpy(x), ["int4"]).numpy()
+    ends = np.abs(x).max(-1, keepdims=True)
+    span = np.ptp(x, axis=-1, keepdims=True)
+    assert (np.abs(got - x) <= span / 30 * (1 + 2.0**-7) + 2.0**-8 * (ends + span)).all()
 
 
 @pytest.mark.parametrize("normed", [False, True])

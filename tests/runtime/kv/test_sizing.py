@@ -7,7 +7,7 @@ from llmbuild.runtime.manifest import File, KVLayer, KVLayout, Limits, Manifest,
 
 def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64):
     return Manifest(
-        schema_version=2,
+        schema_version=3,
         llmbuild_version="0",
         name="tiny",
         model={},
@@ -25,7 +25,7 @@ def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_di
             block_size=block_size,
             num_kv_heads=2,
             head_dim=head_dim,
-            layers=[KVLayer(k_dtype="fp32", v_dtype="bf16")] * 3,
+            layers=[KVLayer.of_heads([("fp32", "bf16")] * 2)] * 3,
         ),
         ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
         files={"w": File(sha256="", size_bytes=0)},

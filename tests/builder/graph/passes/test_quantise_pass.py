@@ -8,13 +8,21 @@ import pytest
 
 from llmbuild.builder.graph.passes.merge_linears import merge_linears
 from llmbuild.builder.graph.passes.quantise import quantise
-from llmbuild.builder.graph.step_graph import CODES, MINIMA, SCALES, StepGraph, Weight
+from llmbuild.builder.graph.step_graph import (
+    CODES,
+    MINIMA,
+    SCALES,
+    ZEROS,
+    StepGraph,
+    Weight,
+)
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
 
 Kinds = Callable[[StepGraph], list[str]]
 ROWS = ("R", 64)
 INT4, INT8 = WeightGrid(4, 32, False), WeightGrid(8, 0, True)
+ZERO_POINTS = WeightGrid(4, 32, False, zero_points=True)
 
 
 def linear(sketch: Any, x: ir.Value, name: str, rows: int, bias: bool = False) -> ir.Value:
@@ -66,6 +74,23 @@ def test_a_symmetric_matrix_has_no_minima_and_a_zero(sketch: Any) -> None:
     assert names_of(node) == ["x", "w.codes", "w.scales", None, None]
     assert attributes_of(node) == {"zero": 128, "activation_group": 32}
     assert step.weights["w.scales"] == Weight(("w",), (5, 1), "fp16", INT8, SCALES)
+
+
+def test_zero_points_come_last_in_place_of_minima(sketch: Any, kinds: Kinds) -> None:
+    x, index = sketch.input("x", ROWS), sketch.input("index", ("T",), "int32")
+    table = sketch.node("gather_rows", [sketch.weight("t", (7, 64)), index], ("T", 64))
+    outputs = [linear(sketch, x, name, rows, True) for name, rows in (("a", 5), ("b", 1))]
+    step = sketch.step(*outputs, table)
+    quantise(step, QuantPlan(dict.fromkeys("abt", ZERO_POINTS), dict.fromkeys("ab", 32)))
+    merge_linears(step)
+    nodes = {node.op_type: node for node in step.graph}
+    gather, merged = nodes["gather_quantised_rows"], nodes["quantised_linear"]
+    assert names_of(gather) == ["t.codes", "t.scales", None, "index", "t.zeros"]
+    stems = ["a+b.codes", "a+b.scales", None, "a.bias+b.bias", "a+b.zeros"]
+    assert names_of(merged) == ["x", *stems]
+    assert attributes_of(gather) == {"zero": 0}
+    assert step.weights["a+b.zeros"] == Weight(("a", "b"), (6, 2), "uint8", ZERO_POINTS, ZEROS)
+    assert step.graph.initializers["t.zeros"].dtype == ir.DataType.UINT8
 
 
 def test_a_table_that_is_the_head_too_is_one_matrix_for_both(sketch: Any, kinds: Kinds) -> None:
@@ -134,9 +159,10 @@ def test_linears_on_one_grid_merge_part_by_part(sketch: Any, kinds: Kinds) -> No
         WeightGrid(4, 64, False),
         WeightGrid(4, 32, True),
         WeightGrid(8, 32, False),
+        ZERO_POINTS,
         None,
     ],
-    ids=["another group size", "symmetric", "more bits", "not quantised"],
+    ids=["another group size", "symmetric", "more bits", "zero points", "not quantised"],
 )
 def test_linears_on_different_grids_stay_apart(
     sketch: Any, kinds: Kinds, other: WeightGrid | None

@@ -13,22 +13,19 @@ from llmbuild.builder.stages import Stages
 from llmbuild.builder.targets.cpu.build import build_cpu
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.isa import supported_levels
-from llmbuild.runtime.manifest import KVLayer, KVLayout, Limits, Manifest
+from llmbuild.runtime.manifest import KVLayout, Limits, Manifest
 
 
 @pytest.fixture
-def build_engine(tmp_path: Path) -> Callable[..., Engine]:
-    """build_engine(step, config, read): steps of at most 24 tokens, of 7 sequences of 32."""
+def build_engine(tmp_path: Path, kv_layout: Callable[..., KVLayout]) -> Callable[..., Engine]:
+    """build_engine(step, config, read, kv=of fp32): steps of at most 24 tokens, of 7 sequences of
+    32."""
 
-    def build(step: StepGraph, config: DecoderConfig, read: ReadTensor) -> Engine:
+    def build(
+        step: StepGraph, config: DecoderConfig, read: ReadTensor, kv: KVLayout | None = None
+    ) -> Engine:
         limits = Limits(max_sequence_length=32, max_step_tokens=24, max_sequences=7)
-        layer = KVLayer(k_dtype="fp32", v_dtype="fp32")
-        kv = KVLayout(
-            block_size=4,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            layers=[layer] * config.num_layers,
-        )
+        kv = kv or kv_layout(config)
         level = supported_levels()[0]
         built = build_cpu(
             *(step, config, read),
@@ -40,7 +37,7 @@ def build_engine(tmp_path: Path) -> Callable[..., Engine]:
             stages=Stages(PlainProgress()),
         )
         manifest = Manifest(
-            schema_version=2,
+            schema_version=3,
             llmbuild_version="0",
             name="m",
             model={},

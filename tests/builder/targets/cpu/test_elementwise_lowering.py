@@ -19,7 +19,7 @@ from llmbuild.plugins.gated_activation.op import ACTIVATIONS
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cpu import CpuExecutor
-from llmbuild.runtime.manifest import Limits
+from llmbuild.runtime.manifest import KVLayout, Limits
 
 WIDTH, VOCAB = 19, 37  # of the drawn graphs' results; rows of their tables
 LIMITS = Limits(max_sequence_length=32, max_step_tokens=24, max_sequences=7)
@@ -28,8 +28,8 @@ LIMITS = Limits(max_sequence_length=32, max_step_tokens=24, max_sequences=7)
 class Drawn:
     """A graph of elementwise operations over the rows of tables that token_ids choose."""
 
-    def __init__(self, sketch: Any, config: DecoderConfig) -> None:
-        self.sketch, self.config = sketch, config
+    def __init__(self, sketch: Any, config: DecoderConfig, kv: KVLayout) -> None:
+        self.sketch, self.config, self.kv = sketch, config, kv
         self.tokens = sketch.input("token_ids", ("T",), "int32")
         self.widths: dict[str, int] = {}
 
@@ -52,12 +52,17 @@ class Drawn:
         return self.sketch.step(output)
 
     def plan(self, output: ir.Value) -> StepPlan:
-        return lower(self.step(output), self.config, "fp32", 4)
+        return lower(self.step(output), self.config, self.kv)
 
 
 @pytest.fixture
-def drawn(sketch: Any, decoder_config: Callable[..., DecoderConfig]) -> Drawn:
-    return Drawn(sketch, decoder_config(vocab_size=WIDTH))
+def drawn(
+    sketch: Any,
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
+) -> Drawn:
+    config = decoder_config(vocab_size=WIDTH)
+    return Drawn(sketch, config, kv_layout(config))
 
 
 def kernels(plan: StepPlan) -> list[str]:
@@ -147,10 +152,13 @@ def test_a_single_column_gives_its_place_to_nothing_wider(drawn: Drawn) -> None:
 
 
 def test_capped_logits_are_never_held_twice(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
 ) -> None:
     overrides = {"logit_scale": 0.5, "logit_soft_cap": 30.0}
-    plan = lower(lowerable(**overrides), decoder_config(**overrides), "fp32", 4)
+    config = decoder_config(**overrides)
+    plan = lower(lowerable(**overrides), config, kv_layout(config))
     *_, head, cap = plan.calls
     assert (head.kernel, cap.kernel) == ("linear", "elementwise")
     assert head.writes == cap.writes == (plan.logits,)

@@ -1,12 +1,14 @@
 """The emitted C++: the same text each time, of the plan and of nothing else."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from llmbuild.builder.graph.passes.kv_scales import place_kv_scales
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.cpu.emit import ABI, emit
@@ -15,7 +17,7 @@ from llmbuild.builder.targets.cpu.memory import ArenaPlan, plan_arena
 from llmbuild.builder.targets.cpu.pack import packed_bytes, weight_offsets
 from llmbuild.builder.targets.cpu.plan import StepPlan
 from llmbuild.runtime.executors import cpu as executor
-from llmbuild.runtime.manifest import Limits
+from llmbuild.runtime.manifest import KVLayout, Limits
 from llmbuild.version import __version__
 
 LIMITS = Limits(max_sequence_length=32, max_step_tokens=23, max_sequences=7)
@@ -24,13 +26,19 @@ BLOCK_SIZE = 4
 
 @pytest.fixture
 def plan_of(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
 ) -> Callable[..., tuple[StepPlan, ArenaPlan]]:
     def build(
-        precision: str = "fp32", kv_dtype: str = "fp32", **overrides: Any
+        precision: str = "fp32",
+        kv: Sequence[tuple[str, str]] = (("fp32", "fp32"),),
+        **overrides: Any,
     ) -> tuple[StepPlan, ArenaPlan]:
         step, config = lowerable(precision, **overrides), decoder_config(**overrides)
-        plan = lower(step, config, kv_dtype, BLOCK_SIZE)
+        ones = np.ones(config.num_kv_heads * config.head_dim, np.float32)
+        place_kv_scales(step, {"layers.1.k_scale": ones} if len(kv) > 1 else {})
+        plan = lower(step, config, kv_layout(config, *kv, block_size=BLOCK_SIZE))
         return plan, plan_arena(plan, LIMITS)
 
     return build
@@ -103,7 +111,12 @@ def test_sizes_are_those_of_the_plan_and_the_limits(
 
 @pytest.mark.parametrize(
     ("kv_dtype", "cpp_type", "head_bytes"),  # of 4 tokens of head_dim 4, and of their scales
-    [("fp32", "float", 4 * 4 * 4), ("bf16", "bf16", 4 * 4 * 2), ("int8", "int8_t", 4 * 4 + 4 * 4)],
+    [
+        ("fp32", "float", 4 * 4 * 4),
+        ("bf16", "bf16", 4 * 4 * 2),
+        ("int8", "int8_t", 4 * 4 + 4 * 4),
+        ("int4", "int4x2", 4 * 2 + 4 * 4),
+    ],
 )
 def test_pools_follow_one_another_layer_by_layer_k_before_v(
     plan_of: Callable[..., tuple[StepPlan, ArenaPlan]],
@@ -112,7 +125,7 @@ def test_pools_follow_one_another_layer_by_layer_k_before_v(
     head_bytes: int,
 ) -> None:
     """Offsets are bytes of one block; the executable multiplies them by the number of blocks."""
-    source = emit(*plan_of(kv_dtype=kv_dtype), LIMITS, "m")
+    source = emit(*plan_of(kv=[(kv_dtype, kv_dtype)]), LIMITS, "m")
     block_bytes = 2 * head_bytes  # of two KV heads
     for kernel in ("rope_kv_write", "paged_attention"):
         pools = [re.findall(r"pool\((\w+)\{\}, (\d+)\)", call) for call in calls(source, kernel)]
@@ -120,6 +133,29 @@ def test_pools_follow_one_another_layer_by_layer_k_before_v(
             [(cpp_type, str(0 * block_bytes)), (cpp_type, str(1 * block_bytes))],
             [(cpp_type, str(2 * block_bytes)), (cpp_type, str(3 * block_bytes))],
         ]
+
+
+def test_pools_of_head_runs_follow_one_another_within_their_layer(
+    plan_of: Callable[..., tuple[StepPlan, ArenaPlan]],
+) -> None:
+    plan, arena = plan_of(kv=[("int8", "int4"), ("fp32", "bf16")])
+    source = emit(plan, arena, LIMITS, "m")
+    sizes = (4 * 4 + 4 * 4, 4 * 2 + 4 * 4, 4 * 4 * 4, 4 * 4 * 2)  # one KV head each
+    starts = [str(sum(sizes[:n])) for n in range(len(sizes))]
+    second = [str(sum(sizes) + int(start)) for start in starts]
+    for kernel in ("rope_kv_write", "paged_attention"):
+        pools = [re.findall(r"pool\((\w+)\{\}, (\d+)\)", call) for call in calls(source, kernel)]
+        types = ("int8_t", "int4x2", "float", "bf16")
+        pairs = [*zip(types, starts, strict=True), *zip(types, second, strict=True)]
+        assert [pool for call in pools for pool in call] == pairs
+        assert [len(call) for call in pools] == [2] * 4
+    offset = weight_offsets(plan)["layers.1.k_scale"]
+    for kernel in ("rope_kv_write", "paged_attention"):
+        first_layer, _, first_run, second_run = calls(source, kernel)
+        assert first_layer.endswith("nullptr, nullptr);")
+        assert first_run.endswith(f"weight(float{{}}, {offset}), nullptr);")
+        assert second_run.endswith(f"weight(float{{}}, {offset}) + 4, nullptr);")
+    assert "(1 heads int8/int4 + 1 heads fp32/bf16)" in source
 
 
 def test_views_weights_and_logits_become_addresses(

@@ -1,11 +1,14 @@
 """Lowering: every operation becomes the call that its header expects, or the node is named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
+from llmbuild.builder.graph.passes.kv_scales import place_kv_scales
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import NO_ROPE, DecoderConfig, NormConfig, RopeConfig
 from llmbuild.builder.targets.cpu.lower import lower
@@ -22,19 +25,36 @@ from llmbuild.builder.targets.cpu.plan import (
     StepPlan,
 )
 from llmbuild.errors import BuildError
+from llmbuild.runtime.manifest import KVLayout
 
 BLOCK_SIZE = 5
 
 
 @pytest.fixture
-def plan_of(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
-) -> Callable[..., StepPlan]:
-    """plan_of(precision="fp32", kv_dtype="fp32", **config overrides)"""
+def kv_of(kv_layout: Callable[..., KVLayout]) -> Callable[..., KVLayout]:
+    """kv_of(config, *pairs)"""
+    return partial(kv_layout, block_size=BLOCK_SIZE)
 
-    def build(precision: str = "fp32", kv_dtype: str = "fp32", **overrides: Any) -> StepPlan:
-        config = decoder_config(**overrides)
-        return lower(lowerable(precision, **overrides), config, kv_dtype, BLOCK_SIZE)
+
+@pytest.fixture
+def plan_of(
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_of: Callable[..., KVLayout],
+) -> Callable[..., StepPlan]:
+    """plan_of(precision="fp32", kv=[("fp32", "fp32")], scales=[], **config overrides). scales: the
+    layers that have channel scales."""
+
+    def build(
+        precision: str = "fp32",
+        kv: Sequence[tuple[str, str]] = (("fp32", "fp32"),),
+        scales: Sequence[int] = (),
+        **overrides: Any,
+    ) -> StepPlan:
+        config, step = decoder_config(**overrides), lowerable(precision, **overrides)
+        ones = np.ones(config.num_kv_heads * config.head_dim, np.float32)
+        place_kv_scales(step, {f"layers.{n}.{kind}_scale": ones for n in scales for kind in "kv"})
+        return lower(step, config, kv_of(config, *kv))
 
     return build
 
@@ -51,8 +71,8 @@ def test_calls_of_a_known_model_with_their_templates(plan_of: Callable[..., Step
         ("gather_rows", ("float", 20, 20)),
         ("rms_norm", (20, 20, 20, 20)),
         ("linear", ("float", 40, 20, 20, 40)),
-        ("rope_kv_write", ("float", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "false", 4)),
-        ("paged_attention", ("float", 6, 2, 4, BLOCK_SIZE, 24, 24, "false", "false")),
+        ("rope_kv_write", (*("float",) * 2, 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "false", 4)),
+        ("paged_attention", (*("float",) * 2, 6, 2, 4, BLOCK_SIZE, 24, 24, "false", "false")),
         ("gather_rows", ("float", 24, 24)),
         ("linear", ("float", 20, 24, 24, 20)),
         ("gather_rows", ("float", 20, 20)),
@@ -66,24 +86,81 @@ def test_calls_of_a_known_model_with_their_templates(plan_of: Callable[..., Step
 
 
 def test_qk_norm_and_dtypes_reach_the_templates(plan_of: Callable[..., StepPlan]) -> None:
-    plan = plan_of("bf16", kv_dtype="bf16", qk_norm="head")
+    plan = plan_of("bf16", kv=[("bf16", "bf16")], qk_norm="head")
     for call in calls(plan, "rope_kv_write"):
-        assert call.template == ("bf16", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "true", 4)
+        assert call.template == ("bf16", "bf16", 6, 2, 4, BLOCK_SIZE, 40, 40, 40, 24, "true", 4)
     assert {call.template[0] for call in calls(plan, "linear")} == {"bf16"}
     embedding, *wanted_rows = calls(plan, "gather_rows")
     assert embedding.template == ("bf16", 20, 20)
     assert [call.template[0] for call in wanted_rows] == ["float"] * 2  # of activations
-    rounded = plan_of("bf16", kv_dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("pair", "types"),
+    [
+        (("int8", "int4"), ("int8_t", "int4x2")),
+        (("int8-static", "fp32"), ("int8_static", "float")),
+        (("bf16", "int8-static"), ("bf16", "int8_static")),
+    ],
+)
+def test_k_and_v_have_types_of_their_own(
+    plan_of: Callable[..., StepPlan], pair: tuple[str, str], types: tuple[str, str]
+) -> None:
+    plan = plan_of("bf16", kv=[pair], scales=range(2))
     for kernel in ("rope_kv_write", "paged_attention"):
-        assert {call.template[0] for call in calls(rounded, kernel)} == {"int8_t"}
-    mixed = plan_of("bf16", kv_dtype="fp32")
-    assert {call.template[0] for call in calls(mixed, "paged_attention")} == {"float"}
+        assert [call.template[:6] for call in calls(plan, kernel)] == [
+            (*types, 6, 2, 4, BLOCK_SIZE)
+        ] * 2
+
+
+def test_heads_of_other_dtypes_get_calls_of_their_own(plan_of: Callable[..., StepPlan]) -> None:
+    """3 query heads of head_dim 4 read a KV head: the second run begins at column 12 of Q, and at 4
+    of K and V."""
+    pairs = [("int8", "int4"), ("fp32", "fp32")]
+    plan = plan_of(kv=pairs, scales=[1], attention_sinks=True, attention_soft_cap=1.0)
+    writes, attentions = calls(plan, "rope_kv_write"), calls(plan, "paged_attention")
+    assert [call.template[:4] for call in writes] == [
+        ("int8_t", "int4x2", 3, 1),
+        ("float", "float", 3, 1),
+    ] * 2
+    assert [call.template[:4] for call in attentions] == [call.template[:4] for call in writes]
+    for index, (write, attention) in enumerate(zip(writes, attentions, strict=True)):
+        layer, run = divmod(index, 2)
+        pools = (Pool(layer, run, "k"), Pool(layer, run, "v"))
+        _, q, k, v, *_, k_pool, v_pool, turned, k_scale, v_scale = write.arguments
+        assert [(view.column, view.width) for view in (q, k, v, turned)] == [
+            (12 * run, 12),
+            (24 + 4 * run, 4),
+            (32 + 4 * run, 4),
+            (12 * run, 12),
+        ]
+        _, read, *read_pools, _, _, out, _, sinks, _, _, k_again, v_again = attention.arguments
+        assert (k_pool, v_pool) == (*read_pools,) == pools
+        assert (read, (out.column, out.width)) == (turned, (12 * run, 12))
+        assert (k_again, v_again) == (k_scale, v_scale)
+        names = [f"layers.{layer}.{name}" for name in ("attention.sinks", "k_scale", "v_scale")]
+        for weight, name, item in zip((sinks, k_scale, v_scale), names, (3, 4, 4), strict=True):
+            if layer == 0 and weight is not sinks:
+                assert weight is None
+            elif run == 0:
+                assert weight.name == name
+            else:
+                assert (weight.weight.name, weight.item) == (name, item)
+
+
+@pytest.mark.parametrize("pair", [("int8-static", "fp32"), ("fp32", "int8-static")])
+def test_static_codes_without_channel_scales_are_refused_by_layer(
+    plan_of: Callable[..., StepPlan], pair: tuple[str, str]
+) -> None:
+    kind = "kv"[pair.index("int8-static")]
+    with pytest.raises(BuildError, match=rf"layer 1 keeps {kind.upper()} as int8-static .*{kind}_"):
+        plan_of(kv=[pair], scales=[0])
 
 
 def test_arguments_are_the_layers_own(plan_of: Callable[..., StepPlan]) -> None:
     plan = plan_of(windows=(0, 7), qk_norm="head", norm=NormConfig(1e-3))
     for layer, call in enumerate(calls(plan, "rope_kv_write")):
-        batch, q, k, v, table, q_norm, k_norm, eps, k_pool, v_pool, turned = call.arguments
+        batch, q, k, v, table, q_norm, k_norm, eps, *pools, turned, _, _ = call.arguments
         assert batch == Batch()
         assert [(view.column, view.width) for view in (q, k, v)] == [(0, 24), (24, 8), (32, 8)]
         assert q.buffer is k.buffer is v.buffer
@@ -91,10 +168,12 @@ def test_arguments_are_the_layers_own(plan_of: Callable[..., StepPlan]) -> None:
         assert [w.name for w in (q_norm, k_norm)] == [
             f"layers.{layer}.attention.{name}_norm.weight" for name in "qk"
         ]
-        assert (eps, k_pool, v_pool) == (1e-3, Pool(layer, "k"), Pool(layer, "v"))
+        assert (eps, *pools) == (1e-3, Pool(layer, 0, "k"), Pool(layer, 0, "v"))
+        assert call.arguments[-2:] == (None, None)  # channel scales
         attention = calls(plan, "paged_attention")[layer]
-        *given, out, soft_cap, sinks, parts, count = attention.arguments
-        assert given == [Batch(), turned, k_pool, v_pool, 0.5, (0, 7)[layer]]
+        *given, out, soft_cap, sinks, parts, count, _, _ = attention.arguments
+        assert given == [Batch(), turned, *pools, 0.5, (0, 7)[layer]]
+        assert attention.arguments[-2:] == (None, None)
         assert (soft_cap, sinks) == (0.0, None)
         assert attention.writes == (out.buffer,)
         # 6 heads over 128 keys each: 16 values and 2 sums.
@@ -188,7 +267,7 @@ def test_soft_cap_and_sinks_reach_attention(plan_of: Callable[..., StepPlan]) ->
     plan = plan_of(attention_soft_cap=1.5, attention_sinks=True)
     for layer, call in enumerate(calls(plan, "paged_attention")):
         assert call.template[-2:] == ("true", "true")
-        *_, soft_cap, sinks, _, _ = call.arguments
+        *_, soft_cap, sinks, _, _, _, _ = call.arguments
         name = f"layers.{layer}.attention.sinks"
         assert (soft_cap, sinks) == (1.5, PackedWeight(name, (6,), "fp32", Layout.ROWS))
 
@@ -242,27 +321,32 @@ def test_layer_norm_has_its_own_kernel(plan_of: Callable[..., StepPlan], bias: b
 def test_unknown_operation_is_refused_by_name(
     lowerable: Callable[..., StepGraph],
     decoder_config: Callable[..., DecoderConfig],
+    kv_of: Callable[..., KVLayout],
     domain: str,
 ) -> None:
     step = lowerable()
     norm = next(node for node in step.graph if node.op_type == "rms_norm")
     norm.domain, norm.op_type = domain, "Wavelet"
     with pytest.raises(BuildError) as caught:
-        lower(step, decoder_config(), "fp32", BLOCK_SIZE)
+        lower(step, decoder_config(), kv_of(decoder_config(), ("fp32", "fp32")))
     name = str(norm.outputs[0].name)
     assert f"{domain or 'ai.onnx'}::Wavelet, which makes {name!r}" in str(caught.value)
     assert "paged_attention" in str(caught.value)  # what is implemented
 
 
 def test_unfused_graph_is_refused(
-    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    traced: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_of: Callable[..., KVLayout],
 ) -> None:
     with pytest.raises(BuildError, match="has no implementation of"):
-        lower(traced(), decoder_config(), "fp32", BLOCK_SIZE)
+        lower(traced(), decoder_config(), kv_of(decoder_config(), ("fp32", "fp32")))
 
 
 def test_constant_that_no_split_reads_is_refused(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_of: Callable[..., KVLayout],
 ) -> None:
     step = lowerable()
     norm = next(node for node in step.graph if node.op_type == "rms_norm")
@@ -270,4 +354,4 @@ def test_constant_that_no_split_reads_is_refused(
     step.graph.insert_before(norm, constant)
     norm.replace_input_with(1, constant.outputs[0])
     with pytest.raises(BuildError, match=r"Constant read by \{'rms_norm'\}"):
-        lower(step, decoder_config(), "fp32", BLOCK_SIZE)
+        lower(step, decoder_config(), kv_of(decoder_config(), ("fp32", "fp32")))

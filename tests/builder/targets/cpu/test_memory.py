@@ -12,7 +12,7 @@ from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.memory import plan_arena, size_bytes
 from llmbuild.builder.targets.cpu.plan import Buffer, Call, Rows, StepPlan, View
-from llmbuild.runtime.manifest import Limits
+from llmbuild.runtime.manifest import KVLayout, Limits
 
 LIMITS = Limits(max_sequence_length=9, max_step_tokens=7, max_sequences=3)
 LOGITS = Buffer("logits", Rows.LOGIT_ROWS, 11)
@@ -25,6 +25,7 @@ LIFETIMES = st.lists(
     ),
     max_size=24,
 )
+NO_KV = KVLayout(block_size=4, num_kv_heads=1, head_dim=2, layers=[])
 
 
 def plan_with(lifetimes: Lifetimes) -> StepPlan:
@@ -39,7 +40,7 @@ def plan_with(lifetimes: Lifetimes) -> StepPlan:
         starts = [b for b, (first, _, _) in zip(buffers, lifetimes, strict=True) if first == index]
         views = tuple(View(buffer, 0, buffer.width) for buffer in ends)
         calls.append(Call("kernel", (), views, (*starts, LOGITS)))
-    return StepPlan(tuple(calls), (), LOGITS, "fp32", 1, 2, 4, 1)
+    return StepPlan(tuple(calls), (), LOGITS, NO_KV)
 
 
 def live_bytes(plan: StepPlan, limits: Limits) -> list[int]:
@@ -132,9 +133,11 @@ MODELS = {
 def test_a_decoders_arena_is_within_a_fifth_of_what_is_alive_at_once(
     lowerable: Callable[..., StepGraph],
     decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
     sizes: dict[str, int],
 ) -> None:
-    plan = lower(lowerable(**sizes), decoder_config(**sizes), "fp32", 4)
+    config = decoder_config(**sizes)
+    plan = lower(lowerable(**sizes), config, kv_layout(config))
     limits = Limits(max_sequence_length=64, max_step_tokens=48, max_sequences=8)
     arena = plan_arena(plan, limits)
     assert arena.size_bytes <= 1.2 * max(live_bytes(plan, limits))

@@ -11,7 +11,7 @@ from llmbuild.builder.targets.cpu.emit import emit
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.memory import plan_arena, size_bytes
 from llmbuild.builder.targets.cpu.plan import Buffer, Call, Count, Layout, Rows, StepPlan, View
-from llmbuild.runtime.manifest import Limits
+from llmbuild.runtime.manifest import KVLayout, Limits
 
 EXPERTS, TOP_K, SIZE, HIDDEN = 7, 3, 9, 20
 MOE = MoeConfig(EXPERTS, TOP_K, SIZE)
@@ -21,13 +21,16 @@ LIMITS = Limits(max_sequence_length=64, max_step_tokens=13, max_sequences=2)
 
 @pytest.fixture
 def plan_of(
-    lowerable: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    lowerable: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
 ) -> Callable[..., StepPlan]:
     """plan_of(moe, precision="fp32"): the second of two layers is dense."""
 
     def build(moe: MoeConfig, precision: str = "fp32") -> StepPlan:
         overrides: dict[str, Any] = {"moe": moe, "moe_layers": (True, False)}
-        return lower(lowerable(precision, **overrides), decoder_config(**overrides), "fp32", 4)
+        config = decoder_config(**overrides)
+        return lower(lowerable(precision, **overrides), config, kv_layout(config))
 
     return build
 

@@ -16,13 +16,17 @@ from llmbuild.builder.targets.cpu.pack import pack, packed_bytes, weight_offsets
 from llmbuild.builder.targets.cpu.plan import Buffer, Layout, PackedWeight, Rows, StepPlan
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 from llmbuild.quant.rtn import round_to_nearest
+from llmbuild.runtime.manifest import KVLayout
 
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 TILES, ROWS, CODES = Layout.TILES_OF_16, Layout.ROWS, Layout.CODES
 
 
+NO_KV = KVLayout(block_size=4, num_kv_heads=1, head_dim=2, layers=[])
+
+
 def plan_of(*weights: PackedWeight) -> StepPlan:
-    return StepPlan((), weights, Buffer("logits", Rows.LOGIT_ROWS, 1), "fp32", 1, 2, 4, 1)
+    return StepPlan((), weights, Buffer("logits", Rows.LOGIT_ROWS, 1), NO_KV)
 
 
 def values_of(weight: PackedWeight) -> Any:

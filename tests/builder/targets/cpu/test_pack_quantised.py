@@ -11,6 +11,7 @@ from llmbuild.builder.targets.cpu.pack_quantised import pack_quantised, quantise
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 
 GRIDS = [WeightGrid(b, g, s) for b in (4, 8) for g in (32, 64, 192, 0) for s in (True, False)]
+GRIDS += [WeightGrid(4, 64, False, zero_points=True), WeightGrid(8, 0, False, zero_points=True)]
 
 
 def matrix_of(grid: WeightGrid, rows: int, columns: int) -> QuantisedMatrix:
@@ -18,7 +19,14 @@ def matrix_of(grid: WeightGrid, rows: int, columns: int) -> QuantisedMatrix:
     groups = (rows, columns // grid.columns_of(columns))
     codes = rng.integers(0, 1 << grid.bits, (rows, columns), dtype=np.uint8)
     scales, minima = rng.standard_normal((2, *groups)).astype(np.float16)
-    return QuantisedMatrix(grid, codes, scales, None if grid.symmetric else minima)
+    zeros = rng.integers(0, 1 << grid.bits, groups, dtype=np.uint8)
+    return QuantisedMatrix(
+        grid,
+        codes,
+        scales,
+        minima if grid.has_minima else None,
+        zeros if grid.zero_points else None,
+    )
 
 
 def packed(matrix: QuantisedMatrix) -> NDArray[np.uint8]:
@@ -32,8 +40,8 @@ def packed_by_loops(matrix: QuantisedMatrix) -> bytes:
     def code(row: int, column: int) -> int:
         return int(matrix.codes[row, column]) if row < rows else 0
 
-    def number(field: NDArray[np.float16], row: int, group: int) -> bytes:
-        return field[row, group].astype("<f2").tobytes() if row < rows else bytes(2)
+    def number(field: NDArray[np.generic], row: int, group: int) -> bytes:
+        return np.array(field[row, group], "<f2").tobytes() if row < rows else bytes(2)
 
     data = bytearray()
     for tile in range(0, rows, 16):
@@ -49,7 +57,7 @@ def packed_by_loops(matrix: QuantisedMatrix) -> bytes:
                         for row in lanes
                         for j in range(4)
                     )
-            for field in (matrix.scales, matrix.minima):
+            for field in (matrix.scales, matrix.minima, matrix.zeros):
                 if field is not None:
                     data += b"".join(number(field, row, group) for row in lanes)
     return bytes(data)

@@ -25,7 +25,7 @@ from llmbuild.builder.targets.cpu.plan import (
 )
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
-from llmbuild.runtime.manifest import Limits
+from llmbuild.runtime.manifest import KVLayout, Limits
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
 WIDE |= {"num_layers": 1, "windows": (0,), "layer_ropes": (0,)}
@@ -40,7 +40,9 @@ def linears(grid: WeightGrid) -> Grids:
 
 @pytest.fixture
 def plan_of(
-    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    traced: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
 ) -> Callable[..., StepPlan]:
     """plan_of(grids, activation_group, **config overrides)"""
 
@@ -48,7 +50,8 @@ def plan_of(
         step = traced(**(WIDE | overrides))
         weights = {name: grid for name in step.weights if (grid := grids(name)) is not None}
         run_passes(step, plan=QuantPlan(weights, dict.fromkeys(weights, activation_group)))
-        return lower(step, decoder_config(**(WIDE | overrides)), "fp32", 4)
+        config = decoder_config(**(WIDE | overrides))
+        return lower(step, config, kv_layout(config))
 
     return build
 
@@ -67,8 +70,8 @@ def test_calls_of_a_known_model_with_int8_activations(
         ("gather_rows", ("float", 64, 64)),
         ("rms_norm_int8", (64, 32, 64)),
         ("int8_linear", (grid, 128, 64, 32, 128)),
-        ("rope_kv_write", ("float", 4, 2, 16, 4, 128, 128, 128, 64, "false", 4)),
-        ("paged_attention", ("float", 4, 2, 16, 4, 64, 64, "false", "false")),
+        ("rope_kv_write", ("float", "float", 4, 2, 16, 4, 128, 128, 128, 64, "false", 4)),
+        ("paged_attention", ("float", "float", 4, 2, 16, 4, 64, 64, "false", "false")),
         ("gather_rows", ("float", 64, 64)),
         ("quantise_rows", (64, 32, 64)),
         ("int8_linear", (grid, 64, 64, 32, 64)),
@@ -168,6 +171,10 @@ def test_a_quantised_embedding_is_one_matrix_for_rows_and_head(
     (head,) = calls(plan, "int8_linear")
     assert head.arguments[1] == matrix
     assert [weight for weight in plan.weights if "embed" in weight.name] == [matrix]
+    zero_points = WeightGrid(4, 32, False, zero_points=True)
+    plan = plan_of(lambda name: zero_points if name == "embed.weight" else None, 0)
+    (gather,) = calls(plan, "gather_quantised_rows")
+    assert gather.template == ("Grid<4, 32, true, true>", 64, 64)
     assert head.writes == (plan.logits,)
 
 
@@ -234,13 +241,15 @@ def test_packed_weights_take_their_bits_and_scales(plan_of: Callable[..., StepPl
 
 
 def test_linears_of_one_value_get_rows_of_their_own_groups(
-    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+    traced: Callable[..., StepGraph],
+    decoder_config: Callable[..., DecoderConfig],
+    kv_layout: Callable[..., KVLayout],
 ) -> None:
     step = traced(**WIDE)
     grids = {name: INT8 for name in step.weights if "_proj.weight" in name}
     groups = {name: 64 if "q_proj" in name else 32 for name in grids}
     run_passes(step, plan=QuantPlan(grids, groups))
-    plan = lower(step, decoder_config(**WIDE), "fp32", 4)
+    plan = lower(step, decoder_config(**WIDE), kv_layout(decoder_config(**WIDE)))
     for call in calls(plan, "int8_linear"):
         (rows,) = (
             v.buffer for v in call.arguments if isinstance(v, View) and "int8" in v.buffer.name

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmbuild.quant.evaluate import evaluate_engine
+from llmbuild.quant.evaluation.perplexity import measure_perplexity
 from llmbuild.runtime.tokenizer import load_tokenizer
 
 
@@ -18,7 +18,7 @@ def test_perplexity_equals_transformers(
 ) -> None:
     """Windows of 30 and 63 computed tokens don't fit steps of 24, so some are cut by a step."""
     text = checkout / "tests" / "data" / "genesis.txt"
-    result = evaluate_engine(tiny_engine, text, context=context, windows=windows, num_threads=2)
+    result = measure_perplexity(tiny_engine, text, context=context, windows=windows, num_threads=2)
     model = AutoModelForCausalLM.from_pretrained(
         tiny_engine.parent / "model", dtype=torch.float32
     ).eval()

@@ -1,0 +1,192 @@
+"""Calibration of a build: its tokens, and the tensors that they lead to, each kept in the cache."""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import llmbuild.builder.calibration as calibration_package
+import llmbuild.quant as quant_package
+from llmbuild.builder.artifact import seal_engine
+from llmbuild.builder.assemble import Model, assemble
+from llmbuild.builder.calibration.kv import measure_reaches
+from llmbuild.builder.calibration.samples import sample_tokens
+from llmbuild.builder.calibration.store import TensorStore
+from llmbuild.builder.calibration.text import tokens_of_file
+from llmbuild.builder.calibration.weights import calibrate_weights
+from llmbuild.builder.graph.trace import trace
+from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
+from llmbuild.builder.recipe import NATIVE, ResolvedLimits, ResolvedRecipe
+from llmbuild.builder.recipe_calibration import SELF
+from llmbuild.builder.recipe_kv_cache import ResolvedKVCache
+from llmbuild.builder.recipe_quantisation import Quantisation
+from llmbuild.builder.stages import Stages, peak_rss_bytes
+from llmbuild.builder.targets.cpu import toolchain
+from llmbuild.cache import cache_root
+from llmbuild.quant.kv import channel_scales
+from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.reader import planned_reader, value_reader
+from llmbuild.runtime.chat import load_chat_template
+from llmbuild.runtime.manifest import KVLayout
+from llmbuild.runtime.tokenizer import load_tokenizer
+
+_DRAFT_SEQUENCES = 32  # of a step of the engine that samples
+
+
+class Calibration:
+    """The calibration of one model; nothing is done before it is asked for.
+
+    root: a folder that holds the model's tokenizer, as an engine does. scratch: a folder that need
+    not exist, for an engine that samples.
+    """
+
+    def __init__(
+        self, model: Model, resolved: ResolvedRecipe, base_dir: Path, root: Path, stages: Stages
+    ) -> None:
+        self._model, self._resolved, self._stages = model, resolved, stages
+        self._base_dir, self._root = base_dir, root
+        self._digest = ""
+
+    def tokens(self) -> NDArray[np.int32]:
+        """[sequences, length]."""
+        chosen = self._resolved.calibration
+        if chosen.data != SELF:
+            tokenizer = load_tokenizer(self._root)
+            path = self._base_dir / chosen.data
+            template = load_chat_template(self._root, tokenizer)
+            return tokens_of_file(
+                path, tokenizer, template, chosen.sequences, chosen.length, chosen.seed
+            )
+        key = self._key("tokens", f"{chosen.sequences} {chosen.length} {chosen.seed}")
+        path = cache_root() / "calibration" / f"{key}.npy"
+        if not path.exists():
+            tokens = self._sample()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                np.save(file, tokens)
+            Path(file.name).replace(path)
+        return np.asarray(np.load(path, allow_pickle=False))
+
+    def tensors(self, plan: QuantPlan) -> TensorStore:
+        """What the plan's methods make of the model's tensors."""
+        tokens = self.tokens()
+        text = repr(sorted(plan.weights.items())) + repr(sorted(plan.activation_groups.items()))
+        text += repr(sorted(plan.methods.items())) + repr(sorted(plan.static))
+        key = self._key("tensors", text, tokens.tobytes())
+        root = cache_root() / "calibration" / key
+        if not root.exists():
+            self._quantise(plan, tokens, root)
+        return TensorStore(root, plan.weights)
+
+    def kv_scales(
+        self, kv: KVLayout, plan: QuantPlan, calibrated: TensorStore | None
+    ) -> dict[str, NDArray[np.float32]]:
+        """The channel scales of the KV cache, for the weights as the plan has them."""
+        step = trace(self._model.config, "fp32")
+        untie_head(step, plan)
+        read = planned_reader(self._model.weights, plan, calibrated)
+        tokens = self.tokens()
+        with self._stages.stage("calibrate KV cache"):
+            reaches = measure_reaches(step, self._model.config, value_reader(read), tokens)
+        return channel_scales(kv, reaches)
+
+    def _quantise(self, plan: QuantPlan, tokens: NDArray[np.int32], root: Path) -> None:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=root.parent))
+        try:
+            store = TensorStore(scratch, plan.weights)
+            step = trace(self._model.config, "fp32")
+            untie_head(step, plan)
+            before_bytes = peak_rss_bytes()
+            sizes = [
+                int(np.prod(step.weights[name].shape)) for name in {*plan.methods, *plan.static}
+            ]
+            with (
+                self._stages.stage("quantise", shows_bars=True),
+                self._stages.progress.task("quantising", sum(sizes)) as advance,
+            ):
+                read = planned_reader(self._model.weights, plan)
+                calibrate_weights(step, self._model.config, plan, read, tokens, store, advance)
+            store.finish()
+            grown = peak_rss_bytes() - before_bytes
+            self._stages.progress.note(f"quantising took {grown / 1e6:.0f} MB beyond the base")
+            if root.exists():
+                return
+            scratch.rename(root)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _sample(self) -> NDArray[np.int32]:
+        chosen = self._resolved.calibration
+        draft = self._draft_recipe()
+        with tempfile.TemporaryDirectory(dir=self._root.parent) as scratch:
+            root = Path(scratch)
+            step = trace(self._model.config, draft.precision)
+            plan = plan_quantisation(draft.quantisation, step, self._model.weights)
+            assembled = assemble(
+                self._model,
+                draft,
+                step,
+                plan,
+                kv_layout(draft, self._model.config),
+                planned_reader(self._model.weights, plan),
+                kv_scales={},
+                levels=toolchain.resolve_levels((NATIVE,)),
+                root=root,
+                stages=self._stages,
+            )
+            seal_engine(root, assembled.manifest)
+            with self._stages.stage("sample"):
+                return sample_tokens(root, chosen.sequences, chosen.length, chosen.seed)
+
+    def _draft_recipe(self) -> ResolvedRecipe:
+        """Of the engine that samples: the checkpoint's own codes where it has such."""
+        chosen, weights = self._resolved.calibration, self._model.weights
+        together = min(_DRAFT_SEQUENCES, chosen.sequences)
+        has_codes = any(weights.stored_grid(name) for name in weights.names)
+        block_size = min(self._resolved.kv_cache.block_size, chosen.length)
+        return self._resolved.model_copy(
+            update={
+                "precision": "bf16",
+                "quantisation": Quantisation(scheme="stored-a8" if has_codes else "none"),
+                "kv_cache": ResolvedKVCache(dtype="bf16", block_size=block_size),
+                "limits": ResolvedLimits(
+                    max_sequence_length=chosen.length,
+                    max_step_tokens=max(together, 64),
+                    max_sequences=together,
+                ),
+                "buckets": tuple(2**n for n in range(together.bit_length())),
+            }
+        )
+
+    def _key(self, *parts: str | bytes) -> str:
+        """Of a result in the cache: what it comes from, the code that makes it included."""
+        if not self._digest:
+            self._digest = _digest([_code_digest(), *self._weight_parts()])
+        return _digest([self._digest, *parts])
+
+    def _weight_parts(self) -> Iterable[str | bytes]:
+        yield repr(self._model.config)
+        with self._stages.stage("identify the model"):
+            for name in self._model.weights.names:
+                yield name
+                yield self._model.weights.read(name).tobytes()
+
+
+def _digest(parts: Iterable[str | bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _code_digest() -> str:
+    """Changes with the code of calibration and quantisation."""
+    folders = [*quant_package.__path__, *calibration_package.__path__]
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.py"))
+    return _digest(file.read_bytes() for file in files)

@@ -1,0 +1,93 @@
+"""What calibration makes of a model's tensors, on disk, one file each."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
+from llmbuild.quant.plan import QuantPlan
+
+Matrix = NDArray[np.generic] | QuantisedMatrix
+
+ACTIVATION_SCALES = "activation_scales"  # of a matrix: NAME.activation_scales
+_LOSSES = "losses.json"
+
+
+class TensorStore:
+    """Tensors by canonical name in a folder: matrices on the plan's grids, and others as fp32.
+
+    losses: of each rounded matrix, the squared error of its products with the calibration's inputs,
+    relative to the products'.
+    """
+
+    def __init__(self, root: Path, grids: Mapping[str, WeightGrid]) -> None:
+        self._root, self._grids = root, grids
+        root.mkdir(parents=True, exist_ok=True)
+        path = root / _LOSSES
+        self.losses: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, name: str) -> Matrix | None:
+        """A tensor, None if it isn't here."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        parts: dict[str, NDArray[Any]] = load_file(path)
+        if "values" in parts:
+            return parts["values"]
+        return QuantisedMatrix(
+            self._grids[name], parts["codes"], parts["scales"], parts.get("minima")
+        )
+
+    def put(self, name: str, values: Matrix, loss: float | None = None) -> None:
+        """Keep a tensor in place of what was there."""
+        if loss is not None:
+            self.losses[name] = loss
+        if not isinstance(values, QuantisedMatrix):
+            save_file({"values": values.astype(np.float32)}, self._path(name))
+            return
+        assert values.grid == self._grids[name]
+        parts: dict[str, NDArray[Any]] = {"codes": values.codes, "scales": values.scales}
+        if values.minima is not None:
+            parts["minima"] = values.minima
+        save_file(parts, self._path(name))
+
+    def with_scales(self, plan: QuantPlan) -> QuantPlan:
+        """The plan with the static scales of activations that are here."""
+        scales = {name: self.get(f"{name}.{ACTIVATION_SCALES}") for name in plan.static}
+        found = {
+            name: each.astype(np.float32)
+            for name, each in scales.items()
+            if isinstance(each, np.ndarray)
+        }
+        return replace(plan, activation_scales=found)
+
+    def divide_rows(
+        self, name: str, read: Callable[[str], Matrix], divisors: NDArray[np.float32]
+    ) -> None:
+        """Divide the rows of a matrix, or the items of a vector, that `read` gives if it isn't
+        here."""
+        values = self.get(name)
+        if values is None:
+            values = read(name)
+        if not isinstance(values, QuantisedMatrix):
+            divisors = divisors.reshape(-1, *[1] * (values.ndim - 1))
+            self.put(name, values.astype(np.float32) / divisors)
+            return
+        scales = (values.scales / divisors[:, None]).astype(np.float16)
+        minima = values.minima
+        if minima is not None:
+            minima = (minima / divisors[:, None]).astype(np.float16)
+        self.put(name, QuantisedMatrix(values.grid, values.codes, scales, minima, values.zeros))
+
+    def finish(self) -> None:
+        """Keep the losses."""
+        (self._root / _LOSSES).write_text(json.dumps(self.losses, indent=1) + "\n")
+
+    def _path(self, name: str) -> Path:
+        return self._root / f"{name}.safetensors"

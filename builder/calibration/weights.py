@@ -1,0 +1,241 @@
+"""Rounds a model's matrices for the inputs that they get: one walk through the model.
+
+The calibration tokens go through the step graph in torch, node by node. Before a linear runs, its
+weights are rounded, with their inputs at hand; what it then gives its followers is what the engine
+will give them. So each matrix makes up for what was lost before it, and no more of the model is
+held at a time than one matrix and the activations.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+
+from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
+from llmbuild.builder.calibration.folding import input_scale_of
+from llmbuild.builder.calibration.store import ACTIVATION_SCALES, Matrix, TensorStore
+from llmbuild.builder.graph.passes.rewrite import users
+from llmbuild.builder.graph.reference import Values, running
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.plugins.common.kv_pools import bind_kv_pools
+from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.registry import DOMAIN
+from llmbuild.quant.awq import search_stretch
+from llmbuild.quant.clipping import round_clipped
+from llmbuild.quant.gptq import gptq
+from llmbuild.quant.grid import QuantisedMatrix, row_parts
+from llmbuild.quant.moments import input_moments
+from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.rtn import round_to_nearest
+from llmbuild.quant.smoothquant import activation_scales, search_smoothing
+
+Read = Callable[[str], Matrix]
+
+_STRETCH = {"awq", "smoothquant"}  # methods that rescale inputs
+
+
+def calibrate_weights(
+    step: StepGraph,
+    config: DecoderConfig,
+    plan: QuantPlan,
+    read: Read,
+    tokens: NDArray[np.int32],
+    store: TensorStore,
+    advance: Callable[[int], None],
+) -> None:
+    """Put into the store what the plan's methods make of the model's tensors, and static scales of
+    activations as NAME.activation_scales.
+
+    step: as traced in fp32, before any pass. read: tensors by canonical name, those that the plan
+    rounds to nearest or keeps as stored already on their grids. tokens: [sequences, length].
+    advance: called with the weights that were gone through.
+    """
+    walk = _Walk(step, config.head_dim, plan, read, store)
+    left = {*plan.methods, *plan.static}
+    pools = fp32_pools(config, tokens.shape)
+    with bind_kv_pools(pools), torch.no_grad():
+        for node, values in running(step, walk.read_floats, calibration_batch(tokens)):
+            if (node.domain, node.op_type) != (DOMAIN, "linear"):
+                continue
+            name = walk.prepare(node, values)
+            left.discard(name)
+            advance(int(np.prod(step.weights[name].shape)))
+            if not left:  # before the last one's products, the logits, are made for nothing
+                break
+            walk.multiply(node, values)
+
+
+class _Walk:
+    """What is known at a point of the walk."""
+
+    def __init__(
+        self, step: StepGraph, head_dim: int, plan: QuantPlan, read: Read, store: TensorStore
+    ) -> None:
+        self._step, self._head_dim, self._plan = step, head_dim, plan
+        self._read, self._store = read, store
+        self._inputs = _Inputs(None, torch.empty(0))
+        self._static: set[str] = set()
+
+    def read_floats(self, name: str) -> NDArray[np.generic]:
+        """A tensor's values as the engine will have them."""
+        values = self._store.get(name)
+        if values is None:
+            values = self._read(name)
+        return values.dequantised() if isinstance(values, QuantisedMatrix) else values
+
+    def prepare(self, node: ir.Node, values: Values) -> str:
+        """Round the linear's weights where the plan asks for it; returns their name."""
+        source, name = _operands(node)
+        if self._inputs.value is not source:
+            self._inputs = self._new_inputs(source, values)
+        if name in self._plan.static and f"{name}.{ACTIVATION_SCALES}" not in self._static:
+            self._find_scales(source, self._inputs)
+        if name in self._plan.methods:
+            self._round(name, self._inputs)
+        return name
+
+    def multiply(self, node: ir.Node, values: Values) -> None:
+        """Compute what the linear gives in the engine."""
+        _, name = _operands(node)
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        x = self._inputs.rounded(
+            self._plan.activation_groups.get(name, 0), name in self._plan.static
+        )
+        rows, offset = self._values(name), None if bias is None else self._values(str(bias.name))
+        values[node.outputs[0]] = torch.nn.functional.linear(x, rows, offset)
+
+    def _values(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(self.read_floats(name).astype(np.float32, copy=False))
+
+    def _rounding(self, name: str) -> tuple[int, bool]:
+        """Columns of an activation group, 0 where they stay, and whether scales are static."""
+        return self._plan.activation_groups.get(name, 0), name in self._plan.static
+
+    def _new_inputs(self, source: ir.Value, values: Values) -> "_Inputs":
+        """A value that linears read: rescaled, where that helps to round what reads it."""
+        inputs = _Inputs(source, values[source])
+        readers = _readers(source)
+        methods = {self._plan.methods[name] for name in readers if name in self._plan.methods}
+        scale = input_scale_of(self._step, source, self._head_dim) if methods & _STRETCH else None
+        if scale is None or not self._may_change([*readers, *scale.tensors]):
+            return inputs
+        stretch = scale.tied(self._search(readers, inputs))
+        for name in readers:
+            self._store.put(name, self.read_floats(name) * stretch.numpy())
+        for name in scale.tensors:
+            self._store.divide_rows(name, self._read, scale.of_rows(stretch).numpy())
+        values[source] = values[source] / stretch
+        return _Inputs(source, values[source])
+
+    def _may_change(self, names: Sequence[str]) -> bool:
+        """Not codes that are kept as they are stored, or are rounded without calibration."""
+        return all(name in self._plan.methods for name in names if name in self._plan.weights)
+
+    def _search(self, readers: Sequence[str], inputs: "_Inputs") -> torch.Tensor:
+        """By how much to stretch the columns of those that read the inputs."""
+        plan = self._plan
+        chosen = [name for name in readers if plan.methods.get(name) in _STRETCH]
+        matrices = [(self._values(name), plan.weights[name]) for name in chosen]
+        with _one_thread():
+            if plan.methods[chosen[0]] == "awq":
+                return search_stretch(matrices, inputs.moments(0, False))
+            group = plan.activation_groups.get(chosen[0], 0)
+            return search_smoothing(inputs.x, matrices, group, chosen[0] in plan.static)
+
+    def _find_scales(self, source: ir.Value, inputs: "_Inputs") -> None:
+        """Static scales of an input, the same for all of one group size that read it."""
+        names = [name for name in _readers(source) if name in self._plan.static]
+        importance = torch.stack([self._values(name).square().sum(0) for name in names]).sum(0)
+        for group in {self._plan.activation_groups[name] for name in names}:
+            with _one_thread():
+                scales = activation_scales(inputs.x, importance, group)
+            inputs.static_scales[group] = torch.from_numpy(scales)
+            for name in names:
+                if self._plan.activation_groups[name] == group:
+                    self._store.put(f"{name}.{ACTIVATION_SCALES}", scales)
+                    self._static.add(f"{name}.{ACTIVATION_SCALES}")
+
+    def _round(self, name: str, inputs: "_Inputs") -> None:
+        grid, values, method = (
+            self._plan.weights[name],
+            self.read_floats(name),
+            self._plan.methods[name],
+        )
+        moments = inputs.moments(
+            self._plan.activation_groups.get(name, 0), name in self._plan.static
+        )
+        with _one_thread():
+            if method == "gptq":
+                matrix = gptq(values, moments, grid)
+            elif method == "awq":
+                matrix = round_clipped(values, grid, moments.diagonal())
+            else:
+                matrix = round_to_nearest(values, grid)
+            self._store.put(name, matrix, loss=_relative_loss(values, matrix, moments))
+
+
+def _operands(linear: ir.Node) -> tuple[ir.Value, str]:
+    """What a linear multiplies: a value, and weights by their name."""
+    source, weight = linear.inputs[:2]
+    assert source is not None
+    assert weight is not None
+    return source, str(weight.name)
+
+
+def _readers(source: ir.Value) -> list[str]:
+    """Weights of the linears that read a value."""
+    return [_operands(node)[1] for node in users(source) if node.op_type == "linear"]
+
+
+class _Inputs:
+    """A value that linears read, and what is known of it. static_scales: by size of a group."""
+
+    def __init__(self, value: ir.Value | None, x: torch.Tensor) -> None:
+        self.value, self.x = value, x
+        self.static_scales: dict[int, torch.Tensor] = {}
+        self._rounded: tuple[tuple[int, bool], torch.Tensor] | None = None
+        self._moments: tuple[tuple[int, bool], torch.Tensor] | None = None
+
+    def rounded(self, group: int, static: bool) -> torch.Tensor:
+        """As int8 in groups of columns has it; group 0 for as it is."""
+        if not group:
+            return self.x
+        if self._rounded is None or self._rounded[0] != (group, static):
+            scales = self.static_scales[group] if static else None
+            self._rounded = ((group, static), round_to_int8(self.x, group, scales))
+        return self._rounded[1]
+
+    def moments(self, group: int, static: bool) -> torch.Tensor:
+        """Second moments of what `rounded` gives."""
+        if self._moments is None or self._moments[0] != (group, static):
+            self._moments = ((group, static), input_moments(self.rounded(group, static)))
+        return self._moments[1]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For many small operations in torch, whose threads cost more than they bring: on a machine
+    that does something else beside, waiting for them took up to forty times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _relative_loss(
+    values: NDArray[np.generic], matrix: QuantisedMatrix, moments: torch.Tensor
+) -> float:
+    """Squared error of the matrix's products with inputs of these moments, relative to theirs."""
+    lost = total = 0.0
+    for part in row_parts(values.shape):
+        exact = torch.from_numpy(values[part].astype(np.float32))
+        error = torch.from_numpy(matrix.take_rows(part).dequantised()) - exact
+        lost += float(((error @ moments) * error).sum())
+        total += float(((exact @ moments) * exact).sum())
+    return lost / total if total > 0 else 0.0

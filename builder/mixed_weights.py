@@ -1,0 +1,146 @@
+"""Chooses a scheme for each layer's attention and MLP, and for the head.
+
+What rounding does is measured with weights rounded to nearest, whatever the recipe's method is:
+a method that regards the inputs does less harm, but where, it doesn't change much.
+"""
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from llmbuild.builder.calibration.sensitivity import WeightChange
+from llmbuild.builder.graph.passes.rewrite import nodes_of
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.graph.trace import trace
+from llmbuild.builder.mixed_part import Aim, Bench, Part, choose
+from llmbuild.builder.models.canonical import EMBEDDING, HEAD
+from llmbuild.builder.quantisation import plan_quantisation, untie_head
+from llmbuild.builder.recipe_quantisation import UNQUANTISED, Override, Quantisation
+from llmbuild.errors import RecipeError
+from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.reader import planned_reader, value_reader
+from llmbuild.quant.schemes import SCHEMES
+from llmbuild.quant.sensitivity import Choice, Option, matrix_bytes
+
+_ITEM_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A step graph and its plan. items: names of matrices by the glob that overrides match them
+    with, those alone that the recipe's own overrides leave open."""
+
+    step: StepGraph
+    plan: QuantPlan
+    items: dict[str, list[str]]
+
+    def bytes_of(self, names: list[str], item_bytes: int) -> int:
+        """As the plan has them."""
+        return sum(
+            matrix_bytes(self.step.weights[name].shape, self.plan.weights.get(name), item_bytes)
+            for name in names
+        )
+
+
+def check_has_scheme(quantisation: Quantisation) -> None:
+    """Raises RecipeError for a recipe whose weights have no scheme to depart from."""
+    if quantisation.scheme == UNQUANTISED:
+        raise RecipeError(
+            "--weight-ratio and --weight-max-kl choose between the recipe's scheme and better "
+            f"ones; quantisation.scheme: given {UNQUANTISED}; allowed: {', '.join(SCHEMES)}"
+        )
+
+
+def weights_part(bench: Bench, aim: Aim) -> Part:
+    """Measure all that the recipe's own overrides leave open, in its scheme and, where that has 4
+    bits, in the one of 8, and choose."""
+    own, item_bytes = bench.resolved.quantisation, _ITEM_BYTES[bench.recipe.precision]
+    planned = _planned(bench, own)
+    items: dict[str, list[Option]] = {
+        match: [Option(UNQUANTISED, _full_bytes(planned.step, names, item_bytes), 0.0)]
+        for match, names in planned.items.items()
+    }
+    for scheme in _candidates(own.scheme):
+        its = planned if scheme == own.scheme else _planned(bench, _with_scheme(own, scheme))
+        changes = [_change(bench, its, names) for names in its.items.values()]
+        measured = bench.measure(scheme, its.step, changes)
+        for (match, names), kl_nats in zip(its.items.items(), measured, strict=True):
+            items[match].append(Option(scheme, its.bytes_of(names, item_bytes), kl_nats))
+    linears = _linears(planned.step)
+    opened = {name for names in planned.items.values() for name in names}
+    fixed_bytes = planned.bytes_of([n for n in linears if n not in opened], item_bytes)
+    full_bytes = _full_bytes(planned.step, linears, item_bytes)
+    choice = choose(items, aim, fixed_bytes, full_bytes)
+    together = _measure_together(bench, choice)
+    return Part("weights", "step", items, choice, fixed_bytes, full_bytes, 1, together)
+
+
+def weight_overrides(choice: Choice, scheme: str) -> list[Override]:
+    """What a recipe of this scheme has to say: where another one was chosen."""
+    return [
+        Override(match=match, scheme=option.precision)
+        for match, option in choice.items()
+        if option.precision != scheme
+    ]
+
+
+def _candidates(scheme: str) -> list[str]:
+    """The scheme, and the one with the same activations and weights of 8 bits where it has 4."""
+    wider = scheme.replace("w4", "w8")
+    return [*dict.fromkeys((wider, scheme))]
+
+
+def _with_scheme(own: Quantisation, scheme: str) -> Quantisation:
+    other = Quantisation(scheme=scheme, overrides=own.overrides)
+    return Quantisation.model_validate(other.resolved())
+
+
+def _planned(bench: Bench, quantisation: Quantisation) -> _Planned:
+    config = bench.model.config
+    step = trace(config, "fp32")
+    plan = plan_quantisation(quantisation, step, bench.model.weights)
+    untie_head(step, plan)
+    items: dict[str, list[str]] = {}
+    for name in _linears(step):
+        known_as = EMBEDDING if name == HEAD and config.tie_embeddings else name
+        own = bench.recipe.quantisation.overrides
+        if name in plan.weights and not any(fnmatchcase(known_as, each.match) for each in own):
+            items.setdefault(_match(known_as), []).append(name)
+    return _Planned(step, plan, items)
+
+
+def _match(name: str) -> str:
+    block = re.match(r"layers\.\d+\.(attention|mlp)\.", name)
+    return f"{block[0]}*" if block else name
+
+
+def _linears(step: StepGraph) -> list[str]:
+    """Matrices that a decode step reads whole, each once."""
+    values = (node.inputs[1] for node in nodes_of(step.graph, "linear"))
+    return [*dict.fromkeys(str(value.name) for value in values if value is not None)]
+
+
+def _full_bytes(step: StepGraph, names: list[str], item_bytes: int) -> int:
+    """Without quantisation."""
+    return sum(matrix_bytes(step.weights[name].shape, None, item_bytes) for name in names)
+
+
+def _change(bench: Bench, planned: _Planned, names: list[str]) -> WeightChange:
+    groups = planned.plan.activation_groups
+    plan = QuantPlan(
+        {name: planned.plan.weights[name] for name in names},
+        {name: groups[name] for name in names if name in groups},
+    )
+    return WeightChange(plan, value_reader(planned_reader(bench.model.weights, plan)))
+
+
+def _measure_together(bench: Bench, choice: Choice) -> float:
+    own = bench.resolved.quantisation
+    overrides = own.overrides + tuple(weight_overrides(choice, own.scheme))
+    chosen = own.model_copy(update={"overrides": overrides}).resolved()
+    planned = _planned(bench, Quantisation.model_validate(chosen))
+    names = [name for names in planned.items.values() for name in names]
+    if not names:
+        return 0.0
+    change = _change(bench, planned, names)
+    return bench.measure("weights as chosen", planned.step, [change])[0]

@@ -1,0 +1,134 @@
+"""`llmbuild plan`."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmbuild.builder.recipe_cli import recipe_argument_and_overrides
+
+if TYPE_CHECKING:
+    from llmbuild.builder.mixed_part import Aim, Part
+
+_RATIO = click.FloatRange(min=0, max=1, min_open=True)
+_KL = click.FloatRange(min=0)
+_SEQUENCES = 4
+
+
+@click.command("plan")
+@recipe_argument_and_overrides
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Where to write the plan.",
+)
+@click.option(
+    "--kv-ratio", type=_RATIO, help="Most that the KV cache may take of its bytes in bf16."
+)
+@click.option("--kv-max-kl", type=_KL, help="Most KL to expect of the KV cache, in nats a token.")
+@click.option(
+    "--weight-ratio",
+    type=_RATIO,
+    help="Most that linears may take of their bytes in the recipe's precision.",
+)
+@click.option("--weight-max-kl", type=_KL, help="Most KL to expect of linears, in nats a token.")
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    default=_SEQUENCES,
+    show_default=True,
+    help="How many of the recipe's calibration sequences to measure on.",
+)
+@click.option("--per-head", is_flag=True, help="Choose for each KV head, not for whole layers.")
+def plan_command(
+    recipe_path: Path,
+    overrides: tuple[str, ...],
+    out: Path,
+    kv_ratio: float | None,
+    kv_max_kl: float | None,
+    weight_ratio: float | None,
+    weight_max_kl: float | None,
+    sequences: int,
+    per_head: bool,
+) -> None:
+    """Measure what lower precisions of parts of RECIPE's model cost, and choose.
+
+    The plan is named in the recipe by the key `plan`. A part is measured where a ratio or a KL is
+    given for it.
+    """
+    # Here, not above: the list of commands must not need what only builds need.
+    from llmbuild.builder.mixed_precision import make_plan
+    from llmbuild.builder.sources.progress import stderr_progress
+
+    kv, weights = _aim("kv", kv_ratio, kv_max_kl), _aim("weight", weight_ratio, weight_max_kl)
+    if kv is None and weights is None:
+        raise click.UsageError(
+            "give what to aim at: --kv-ratio or --kv-max-kl, --weight-ratio or --weight-max-kl"
+        )
+    if per_head and kv is None:
+        raise click.UsageError("--per-head needs --kv-ratio or --kv-max-kl")
+    parts = make_plan(
+        recipe_path,
+        out,
+        overrides,
+        kv=kv,
+        weights=weights,
+        sequences=sequences,
+        per_head=per_head,
+        progress=stderr_progress(),
+    )
+    for part in parts:
+        _show(part)
+    click.echo(out)
+
+
+def _aim(option: str, ratio: float | None, max_kl: float | None) -> "Aim | None":
+    from llmbuild.builder.mixed_part import Aim
+
+    if ratio is not None and max_kl is not None:
+        raise click.UsageError(f"give --{option}-ratio or --{option}-max-kl, not both")
+    return None if ratio is None and max_kl is None else Aim(option, ratio, max_kl)
+
+
+def _show(part: "Part") -> None:
+    """A table on a terminal, plain lines elsewhere, and the totals."""
+    precisions = [*dict.fromkeys(o.precision for options in part.items.values() for o in options)]
+    header = [part.name, *(f"KL {precision}" for precision in precisions[1:]), "chosen"]
+    rows = []
+    for match, options in part.items.items():
+        kl_nats = {option.precision: f"{option.kl_nats:.2e}" for option in options}
+        figures = [kl_nats.get(precision, "") for precision in precisions[1:]]
+        rows.append([match, *figures, part.choice[match].precision])
+    if sys.stdout.isatty():
+        _show_table(header, rows)
+    else:
+        for line in _aligned([header, *rows]):
+            click.echo(line)
+    click.echo(
+        f"{part.name}: {part.bytes_each:,.0f} bytes a {part.unit}, {part.ratio:.2%} of those "
+        f"without quantisation; KL {part.expected_kl_nats:.4g} nats a token expected, "
+        f"{part.together_kl_nats:.4g} measured with all choices together"
+    )
+
+
+def _show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if 0 < index < len(header) - 1 else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

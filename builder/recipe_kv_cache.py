@@ -1,0 +1,47 @@
+"""The recipe's KV cache: a precision, and overrides for layers, for K or V, and for KV heads."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from llmbuild.builder.recipe_section import Section, listed
+
+KVDtype = Literal["fp32", "bf16", "int8", "int8-static", "int4"]
+_DTYPES = "fp32, bf16, int8, int8-static or int4"
+
+
+class KVOverride(Section):
+    """match: a glob of names layers.L.k.H and layers.L.v.H, of layer L and KV head H."""
+
+    match: str
+    dtype: KVDtype = Field(description=_DTYPES)
+
+
+class KVCache(Section):
+    dtype: KVDtype | None = Field(default=None, description=_DTYPES)
+    block_size: int | None = Field(
+        default=None, ge=1, le=256, description="an integer from 1 to 256"
+    )
+    overrides: Annotated[tuple[KVOverride, ...], BeforeValidator(listed)] = Field(
+        default=(),
+        description="a list of mappings with the keys match (a glob of names such as layers.0.k.1: "
+        "layer, k or v, KV head) and dtype",
+    )
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether anything is kept as integers."""
+        dtypes = {self.dtype, *(override.dtype for override in self.overrides)}
+        return any(dtype is not None and dtype.startswith("int") for dtype in dtypes)
+
+    def resolved(self, dtype: str, block_size: int) -> dict[str, Any]:
+        """As written, with the defaults given filled in."""
+        content = self.model_dump()
+        content["dtype"] = self.dtype or dtype
+        content["block_size"] = self.block_size or block_size
+        return content
+
+
+class ResolvedKVCache(KVCache):
+    dtype: KVDtype
+    block_size: int

@@ -1,0 +1,125 @@
+"""Whole builds that calibrate: verified, repeatable, and nearer to the model than without."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from llmbuild.builder.calibration import calibrate
+from llmbuild.builder.compile import compile
+from llmbuild.errors import BuildError
+from llmbuild.runtime.isa import supported_levels
+from llmbuild.runtime.manifest import read_manifest
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+WIDE |= {"num_hidden_layers": 2, "vocab_size": 258}
+CALIBRATION = {"sequences": 4, "length": 24, "seed": 3}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "gptq": {"scheme": "w4a8", "group_size": 32},
+    "gptq, with minima": {"scheme": "w4a16", "group_size": 64, "symmetric": False},
+    "awq": {"scheme": "w4a16", "group_size": 32, "method": "awq"},
+    "smoothquant, static": {"scheme": "w8a8-static"},
+    "static alone": {"scheme": "w8a8-static", "method": "rtn"},
+    "smoothquant, dynamic": {"scheme": "w8a8", "method": "smoothquant"},
+}
+
+
+@pytest.fixture
+def save_recipe(
+    tmp_path: Path, save_tiny_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
+    """save_recipe(**keys): a tiny Llama and its recipe, which calibrates with few tokens and
+    without what earlier builds calibrated."""
+
+    def save(**keys: Any) -> Path:
+        monkeypatch.setattr(calibrate, "cache_root", lambda: tmp_path / "cache")
+        recipe = save_tiny_llama(tmp_path / "source", **WIDE)
+        content = yaml.safe_load(recipe.read_text())
+        content |= {"calibration": CALIBRATION, "target": {"isa": supported_levels()[0]}}
+        recipe.write_text(yaml.safe_dump(content | keys))
+        return recipe
+
+    return save
+
+
+def weights_sha256(engine: Path) -> str:
+    return hashlib.sha256((engine / "rank0" / "weights.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("quantisation", SCHEMES.values(), ids=SCHEMES)
+def test_a_calibrated_engine_is_verified_and_comes_out_the_same_again(
+    save_recipe: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantisation: dict[str, Any],
+) -> None:
+    recipe = save_recipe(quantisation=quantisation)
+    first = compile(recipe, tmp_path / "first")
+    (worst,) = json.loads((first / "report.json").read_text())["verified"].values()
+    assert worst is not None
+    is_static = [tensor.static_activations for tensor in read_manifest(first).quantised.values()]
+    assert all(is_static) == ("static" in quantisation["scheme"])
+    if quantisation["scheme"] == "w4a8":  # once suffices: nothing kept of the first build
+        monkeypatch.setattr(calibrate, "cache_root", lambda: tmp_path / "empty")
+        second = compile(recipe, tmp_path / "second")
+        assert weights_sha256(first) == weights_sha256(second)
+
+
+def test_another_seed_calibrates_with_other_samples(
+    save_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = save_recipe(quantisation={"scheme": "w4a16", "group_size": 32})
+    engines = [
+        compile(recipe, tmp_path / str(seed), [f"calibration.seed={seed}"]) for seed in (1, 2)
+    ]
+    assert weights_sha256(engines[0]) != weights_sha256(engines[1])
+
+
+def test_texts_and_chats_calibrate_too(save_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    lines = [{"text": "abc " * 30}, {"text": "Hello, world. " * 20}]
+    (tmp_path / "source" / "data.jsonl").parent.mkdir(parents=True, exist_ok=True)
+    data = tmp_path / "source" / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scheme = {"scheme": "w4a16", "group_size": 32}
+    recipe = save_recipe(quantisation=scheme, calibration={**CALIBRATION, "data": "data.jsonl"})
+    compile(recipe, tmp_path / "engine")
+    with pytest.raises(BuildError, match=r"calibration\.data: .* enough for"):
+        compile(recipe, tmp_path / "refused", ["calibration.sequences=4000"])
+    data.write_text('{"text": 3}\n')
+    with pytest.raises(BuildError, match=r"data\.jsonl, line 1: "):
+        compile(recipe, tmp_path / "refused", ["calibration.seed=9"])
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_static_kv_cache_is_calibrated(save_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    overrides = [
+        {"match": "layers.0.k.*", "dtype": "int8-static"},
+        {"match": "layers.1.v.1", "dtype": "int8-static"},
+        {"match": "*.k.*", "dtype": "int4"},
+    ]
+    recipe = save_recipe(kv_cache={"dtype": "int8", "block_size": 4, "overrides": overrides})
+    engine = compile(recipe, tmp_path / "engine")
+    layers = read_manifest(engine).kv.layers
+    assert [layer.k_dtypes for layer in layers] == [["int8-static"] * 2, ["int4"] * 2]
+    assert [layer.v_dtypes for layer in layers] == [["int8"] * 2, ["int8", "int8-static"]]
+
+
+def test_a_channel_that_calibration_never_saw_fails_the_build_and_is_named(
+    save_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    recipe = save_recipe(kv_cache={"dtype": "int8-static"})
+    path = recipe.parent / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.v_proj.weight"][16:] = 0
+    save_file(tensors, path)
+    with pytest.raises(BuildError, match=r"layers\.1\.v\.1 \(int8-static\): 16 of 16 channels"):
+        compile(recipe, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+    assert np.count_nonzero(tensors["model.layers.1.self_attn.v_proj.weight"]) > 0
