@@ -40,6 +40,7 @@ DEFAULT_BUCKETS = (1, 2, 4, 8)
 DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
+DEFAULT_INT4_KV_TOLERANCE = 2e-1
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
 
 MAX_BUCKET = 64
@@ -275,9 +276,11 @@ class Recipe(Section):
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
 
     def _default_tolerance(self) -> float:
+        if self.kv_cache.bits < 8:
+            return DEFAULT_INT4_KV_TOLERANCE
         if self.quantisation.int8_activations:
             return DEFAULT_INT8_TOLERANCE
-        if self.kv_cache.is_rounded:
+        if self.kv_cache.bits == 8:
             return DEFAULT_INT8_KV_TOLERANCE
         return DEFAULT_TOLERANCE[self.precision]
 

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 from llmbuild.builder.recipe_section import Section, listed
 
 KVDtype = Literal["fp32", "bf16", "int8", "int8-static", "int4"]
+_BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "int4": 4}
 _DTYPES = "fp32, bf16, int8, int8-static or int4"
 
 
@@ -29,10 +30,10 @@ class KVCache(Section):
     )
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether anything is kept as integers."""
+    def bits(self) -> int:
+        """Of an item, the fewest that are asked for; 16 where nothing is rounded to integers."""
         dtypes = {self.dtype, *(override.dtype for override in self.overrides)}
-        return any(dtype is not None and dtype.startswith("int") for dtype in dtypes)
+        return min(_BITS.get(dtype, 16) for dtype in dtypes)
 
     def resolved(self, dtype: str, block_size: int) -> dict[str, Any]:
         """As written, with the defaults given filled in."""

@@ -1,7 +1,7 @@
 """The stages of a build: timed, and shown as they pass."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -28,7 +28,24 @@ class Stages:
 def peak_rss_bytes() -> int:
     """The largest resident memory of this process so far. Not getrusage's ru_maxrss: that starts
     at what the process held that started this one."""
+    return max(_earlier_peaks_bytes[-1], _status_bytes("VmHWM"))
+
+
+@contextmanager
+def growth_bytes() -> Iterator[Callable[[], int]]:
+    """Gives a function that says by how much resident memory has grown at most since then; not
+    more than one at a time."""
+    _earlier_peaks_bytes.append(peak_rss_bytes())
+    base_bytes = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: proc(5)
+    yield lambda: _status_bytes("VmHWM") - base_bytes
+
+
+_earlier_peaks_bytes = [0]
+
+
+def _status_bytes(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return next(
-        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{field}:")
     )

@@ -23,7 +23,7 @@ RunLlmbuild = Callable[..., subprocess.CompletedProcess[str]]
 PROMPT = "In the beginning"
 EVAL_COMMANDS = ["perplexity", "compare", "retrieval"]
 OPENING = ["generate", "verify", "inspect", "eval perplexity", "eval retrieval"]  # an engine
-COMMANDS = ["compile", "inspect", "verify", "generate", "eval", "fetch"]
+COMMANDS = ["compile", "inspect", "verify", "generate", "eval", "fetch", "plan"]
 SECONDS = 120  # that a shared machine may take where an idle one needs a few
 
 
@@ -54,7 +54,7 @@ def started(*arguments: object, stdout: int | IO[bytes], **environment: str) -> 
 def test_compile_prints_the_engine_path_and_how_it_went(tiny_engine: Path) -> None:
     *notes, path = (tiny_engine.parent / "compile.log").read_text().splitlines()
     assert path == str(tiny_engine)
-    for stage in ("fetch", "read checkpoint", "trace and passes", "pack weights", "publish"):
+    for stage in ("fetch", "read checkpoint", "passes", "pack weights", "publish"):
         assert any(re.fullmatch(rf"{stage} +\d+\.\d\d s", line) for line in notes), stage
     assert "    max_sequence_length: 64" in notes  # of the effective recipe, which fills it in
     assert re.fullmatch(r"peak memory \d+ MB", notes[-1])

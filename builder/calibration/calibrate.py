@@ -1,6 +1,7 @@
 """Calibration of a build: its tokens, and the tensors that they lead to, each kept in the cache."""
 
 import hashlib
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from llmbuild.builder.recipe import NATIVE, ResolvedLimits, ResolvedRecipe
 from llmbuild.builder.recipe_calibration import SELF
 from llmbuild.builder.recipe_kv_cache import ResolvedKVCache
 from llmbuild.builder.recipe_quantisation import Quantisation
-from llmbuild.builder.stages import Stages, peak_rss_bytes
+from llmbuild.builder.stages import Stages, growth_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.cache import cache_root
 from llmbuild.quant.kv import channel_scales
@@ -101,19 +102,23 @@ class Calibration:
             store = TensorStore(scratch, plan.weights)
             step = trace(self._model.config, "fp32")
             untie_head(step, plan)
-            before_bytes = peak_rss_bytes()
-            sizes = [
-                int(np.prod(step.weights[name].shape)) for name in {*plan.methods, *plan.static}
-            ]
+            shapes = {name: step.weights[name].shape for name in {*plan.methods, *plan.static}}
+            items = sum(map(math.prod, shapes.values()))
             with (
+                growth_bytes() as growth,
                 self._stages.stage("quantise", shows_bars=True),
-                self._stages.progress.task("quantising", sum(sizes)) as advance,
+                self._stages.progress.task("quantising", items) as advance,
             ):
                 read = planned_reader(self._model.weights, plan)
                 calibrate_weights(step, self._model.config, plan, read, tokens, store, advance)
+                grown_bytes = growth()
             store.finish()
-            grown = peak_rss_bytes() - before_bytes
-            self._stages.progress.note(f"quantising took {grown / 1e6:.0f} MB beyond the base")
+            largest_bytes = 4 * max(map(math.prod, shapes.values()))
+            self._stages.progress.note(
+                f"quantising held at most {grown_bytes / 1e6:.0f} MB beyond the base, the "
+                f"activations of {tokens.size} tokens among it; the largest matrix has "
+                f"{largest_bytes / 1e6:.0f} MB in fp32"
+            )
             if root.exists():
                 return
             scratch.rename(root)

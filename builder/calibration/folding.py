@@ -25,9 +25,15 @@ def input_scale_of(step: StepGraph, inputs: ir.Value, head_dim: int) -> InputSca
     """How to scale the columns of a value that linears read; None where nothing does it exactly.
 
     A norm's weight and bias can, the values of attention (the heads that share one are tied), and
-    the rows that a gate multiplies. All who read the value must be linears.
+    the rows that a gate multiplies. All who read the value must be linears, with weights that
+    nobody else reads, as an embedding's rows are where it is the head as well.
     """
-    if any(node.op_type != "linear" for node in users(inputs)):
+    readers = users(inputs)
+    if any(node.op_type != "linear" for node in readers):
+        return None
+    if any(
+        weight is None or len(users(weight)) > 1 for _, weight, *_ in (n.inputs for n in readers)
+    ):
         return None
     for kind in ("rms_norm", "layer_norm"):
         norm = made_by(inputs, kind)
