@@ -8,7 +8,7 @@ import msgspec
 from llmbuild.builder.calibration.kv import measure_reaches
 from llmbuild.builder.calibration.sensitivity import KVChange, with_neutral_kv_scales
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.mixed_part import Aim, Bench, Part, choose
+from llmbuild.builder.mixed_part import Aim, Bench, Part
 from llmbuild.builder.quantisation import kv_layout
 from llmbuild.builder.recipe_kv_cache import KVOverride
 from llmbuild.quant.kv import channel_scales
@@ -16,7 +16,7 @@ from llmbuild.quant.sensitivity import Choice, Option
 from llmbuild.runtime.manifest import KVLayer, KVLayout
 
 CANDIDATES = ("int8", "int4")
-UNQUANTISED = "bf16"  # what ratios are relative to
+FULL = "bf16"  # what ratios are relative to
 
 Slots = dict[str, list[str]]  # glob of an item -> the names of its KV heads' K or V
 
@@ -26,6 +26,17 @@ def kv_part(bench: Bench, aim: Aim, *, per_head: bool) -> Part:
     config, precision = bench.model.config, bench.recipe.precision
     kv = kv_layout(bench.resolved, config)
     slots = _open_slots(bench, kv, per_head)
+    sizes = {
+        match: {
+            dtype: len(names) * kv.head_block_bytes(dtype) for dtype in (precision, *CANDIDATES)
+        }
+        for match, names in slots.items()
+    }
+    opened = {name for names in slots.values() for name in names}
+    own = _dtypes(kv)
+    fixed_bytes = sum(kv.head_block_bytes(own[name]) for name in own if name not in opened)
+    full_bytes = len(own) * kv.head_block_bytes(FULL)
+    aim.check(sizes, fixed_bytes, full_bytes)
     step = with_neutral_kv_scales(trace(config, "fp32"), config)
     with bench.stages.stage("calibrate KV cache"):
         reaches = measure_reaches(step, config, bench.read, bench.tokens)
@@ -39,18 +50,12 @@ def kv_part(bench: Bench, aim: Aim, *, per_head: bool) -> Part:
     measured = dict(zip(asked, bench.measure("KV cache", step, changes), strict=True))
     items = {
         match: [
-            Option(
-                dtype, len(names) * kv.head_block_bytes(dtype), measured.get((match, dtype), 0.0)
-            )
-            for dtype in (precision, *CANDIDATES)
+            Option(dtype, num_bytes, measured.get((match, dtype), 0.0))
+            for dtype, num_bytes in each.items()
         ]
-        for match, names in slots.items()
+        for match, each in sizes.items()
     }
-    opened = {name for names in slots.values() for name in names}
-    own = _dtypes(kv)
-    fixed_bytes = sum(kv.head_block_bytes(own[name]) for name in own if name not in opened)
-    full_bytes = len(own) * kv.head_block_bytes(UNQUANTISED)
-    choice = choose(items, aim, fixed_bytes, full_bytes)
+    choice = aim.choose(items, fixed_bytes, full_bytes)
     chosen = {
         name: choice[match].precision
         for match, names in slots.items()
@@ -59,7 +64,15 @@ def kv_part(bench: Bench, aim: Aim, *, per_head: bool) -> Part:
     }
     together = bench.measure("KV cache as chosen", step, [change(chosen)]) if chosen else [0.0]
     return Part(
-        "KV cache", "token", items, choice, fixed_bytes, full_bytes, kv.block_size, together[0]
+        name="KV cache",
+        unit="token",
+        items=items,
+        choice=choice,
+        fixed_bytes=fixed_bytes,
+        full_bytes=full_bytes,
+        full_dtype=FULL,
+        per=kv.block_size,
+        together_kl_nats=together[0],
     )
 
 

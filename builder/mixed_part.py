@@ -1,6 +1,6 @@
 """A part of the model, its KV cache or its weights, whose items get a precision each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,22 +15,49 @@ from llmbuild.errors import BuildError
 from llmbuild.quant.sensitivity import (
     Choice,
     Items,
-    fewest_bytes,
     least_bytes,
     least_kl,
     total_bytes,
     total_kl,
 )
 
+Sizes = Mapping[str, Mapping[str, int]]  # bytes, by item and precision
+
 
 @dataclass(frozen=True)
 class Aim:
-    """What a part may take of its bytes without quantisation, or what KL may be expected of it:
-    one of both. option: of the command line, without the ending."""
+    """What a part may take of its full bytes, or what KL may be expected of it: one of both.
+    option: of the command line, without the ending."""
 
     option: str
     max_ratio: float | None = None
     max_kl_nats: float | None = None
+
+    def check(self, sizes: Sizes, fixed_bytes: int, full_bytes: int) -> None:
+        """Raises BuildError where there is nothing to choose, or no choice is small enough."""
+        if not sizes:
+            raise BuildError(
+                f"--{self.option}-ratio and --{self.option}-max-kl leave nothing to choose: the "
+                "recipe's own overrides decide everything; remove some of them"
+            )
+        fewest = fixed_bytes + sum(min(each.values()) for each in sizes.values())
+        if self.max_ratio is not None and self._budget(full_bytes) < fewest:
+            raise BuildError(
+                f"--{self.option}-ratio: given {self.max_ratio:g}, and the smallest precisions "
+                f"that the recipe leaves open come to {fewest / full_bytes:.4f}; give more than "
+                "that"
+            )
+
+    def choose(self, items: Items, fixed_bytes: int, full_bytes: int) -> Choice:
+        """The best choice, after the check."""
+        if self.max_ratio is None:
+            assert self.max_kl_nats is not None
+            return least_bytes(items, self.max_kl_nats)
+        return least_kl(items, self._budget(full_bytes) - fixed_bytes)
+
+    def _budget(self, full_bytes: int) -> int:
+        assert self.max_ratio is not None
+        return int(self.max_ratio * full_bytes)
 
 
 @dataclass(frozen=True)
@@ -75,8 +102,8 @@ class Bench:
 @dataclass(frozen=True)
 class Part:
     """What was measured and chosen. items: by the glob that an override matches them with.
-    fixed_bytes: of what the recipe's own overrides decide. full_bytes: of all without
-    quantisation. Bytes are those of `per` tokens or steps. together_kl_nats: measured with all
+    fixed_bytes: of what the recipe's own overrides decide. full_bytes: of all in the dtype
+    `full_dtype`. Bytes are those of `per` tokens or steps. together_kl_nats: measured with all
     choices at once."""
 
     name: str
@@ -85,6 +112,7 @@ class Part:
     choice: Choice
     fixed_bytes: int
     full_bytes: int
+    full_dtype: str
     per: int
     together_kl_nats: float
 
@@ -95,31 +123,10 @@ class Part:
 
     @property
     def ratio(self) -> float:
-        """Of the bytes without quantisation."""
+        """Of the full bytes."""
         return (total_bytes(self.choice) + self.fixed_bytes) / self.full_bytes
 
     @property
     def expected_kl_nats(self) -> float:
         """The sum of what the choices do one at a time."""
         return total_kl(self.choice)
-
-
-def choose(items: Items, aim: Aim, fixed_bytes: int, full_bytes: int) -> Choice:
-    """The best choice for the aim. Raises BuildError where there is none."""
-    if not items:
-        raise BuildError(
-            f"--{aim.option}-ratio and --{aim.option}-max-kl leave nothing to choose: the recipe's "
-            "own overrides decide everything; remove some of them"
-        )
-    if aim.max_ratio is None:
-        assert aim.max_kl_nats is not None
-        return least_bytes(items, aim.max_kl_nats)
-    budget = int(aim.max_ratio * full_bytes) - fixed_bytes
-    fewest = fewest_bytes(items)
-    if budget < fewest:
-        ratio = (fewest + fixed_bytes) / full_bytes
-        raise BuildError(
-            f"--{aim.option}-ratio: given {aim.max_ratio:g}, and the smallest precisions that the "
-            f"recipe leaves open come to {ratio:.4f}; give more than that"
-        )
-    return least_kl(items, budget)

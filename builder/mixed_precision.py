@@ -19,7 +19,8 @@ from llmbuild.builder.mixed_kv import kv_overrides, kv_part
 from llmbuild.builder.mixed_part import Aim, Bench, Part
 from llmbuild.builder.mixed_weights import check_has_scheme, weight_overrides, weights_part
 from llmbuild.builder.recipe import ResolvedRecipe, load_recipe
-from llmbuild.builder.recipe_section import Section
+from llmbuild.builder.recipe_kv_cache import KVOverride
+from llmbuild.builder.recipe_quantisation import Override
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import BuildError
@@ -91,8 +92,8 @@ def _tokens(
         return Calibration(model, resolved, base_dir, root, stages).tokens()
 
 
-def _rows(overrides: Sequence[Section]) -> list["_Row"]:
-    return [_Row(override.model_dump(exclude_none=True)) for override in overrides]
+def _rows(overrides: Sequence[KVOverride | Override]) -> list["_Row"]:
+    return [_Row({"match": each.match} | each.model_dump(exclude_none=True)) for each in overrides]
 
 
 def _figures(part: Part) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from llmbuild.builder.calibration.sensitivity import WeightChange
 from llmbuild.builder.graph.passes.rewrite import nodes_of
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.mixed_part import Aim, Bench, Part, choose
+from llmbuild.builder.mixed_part import Aim, Bench, Part
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD
 from llmbuild.builder.quantisation import plan_quantisation, untie_head
 from llmbuild.builder.recipe_quantisation import UNQUANTISED, Override, Quantisation
@@ -56,23 +56,37 @@ def weights_part(bench: Bench, aim: Aim) -> Part:
     bits, in the one of 8, and choose."""
     own, item_bytes = bench.resolved.quantisation, _ITEM_BYTES[bench.recipe.precision]
     planned = _planned(bench, own)
-    items: dict[str, list[Option]] = {
-        match: [Option(UNQUANTISED, _full_bytes(planned.step, names, item_bytes), 0.0)]
-        for match, names in planned.items.items()
-    }
-    for scheme in _candidates(own.scheme):
-        its = planned if scheme == own.scheme else _planned(bench, _with_scheme(own, scheme))
-        changes = [_change(bench, its, names) for names in its.items.values()]
-        measured = bench.measure(scheme, its.step, changes)
-        for (match, names), kl_nats in zip(its.items.items(), measured, strict=True):
-            items[match].append(Option(scheme, its.bytes_of(names, item_bytes), kl_nats))
     linears = _linears(planned.step)
     opened = {name for names in planned.items.values() for name in names}
     fixed_bytes = planned.bytes_of([n for n in linears if n not in opened], item_bytes)
     full_bytes = _full_bytes(planned.step, linears, item_bytes)
-    choice = choose(items, aim, fixed_bytes, full_bytes)
-    together = _measure_together(bench, choice)
-    return Part("weights", "step", items, choice, fixed_bytes, full_bytes, 1, together)
+    by_scheme = {
+        scheme: planned if scheme == own.scheme else _planned(bench, _with_scheme(own, scheme))
+        for scheme in _candidates(own.scheme)
+    }
+    sizes = {
+        match: {UNQUANTISED: _full_bytes(planned.step, names, item_bytes)}
+        | {scheme: its.bytes_of(its.items[match], item_bytes) for scheme, its in by_scheme.items()}
+        for match, names in planned.items.items()
+    }
+    aim.check(sizes, fixed_bytes, full_bytes)
+    items = {match: [Option(UNQUANTISED, sizes[match][UNQUANTISED], 0.0)] for match in sizes}
+    for scheme, its in by_scheme.items():
+        changes = [_change(bench, its, its.items[match]) for match in sizes]
+        for match, kl_nats in zip(sizes, bench.measure(scheme, its.step, changes), strict=True):
+            items[match].append(Option(scheme, sizes[match][scheme], kl_nats))
+    choice = aim.choose(items, fixed_bytes, full_bytes)
+    return Part(
+        name="weights",
+        unit="step",
+        items=items,
+        choice=choice,
+        fixed_bytes=fixed_bytes,
+        full_bytes=full_bytes,
+        full_dtype=bench.recipe.precision,
+        per=1,
+        together_kl_nats=_measure_together(bench, choice),
+    )
 
 
 def weight_overrides(choice: Choice, scheme: str) -> list[Override]:

@@ -10,7 +10,7 @@ import click
 from llmbuild.builder.recipe_cli import recipe_argument_and_overrides
 
 if TYPE_CHECKING:
-    from llmbuild.builder.mixed_part import Aim, Part
+    from llmbuild.builder.mixed_part import Part
 
 _RATIO = click.FloatRange(min=0, max=1, min_open=True)
 _KL = click.FloatRange(min=0)
@@ -61,23 +61,32 @@ def plan_command(
     The plan is named in the recipe by the key `plan`. A part is measured where a ratio or a KL is
     given for it.
     """
-    # Here, not above: the list of commands must not need what only builds need.
-    from llmbuild.builder.mixed_precision import make_plan
-    from llmbuild.builder.sources.progress import stderr_progress
-
-    kv, weights = _aim("kv", kv_ratio, kv_max_kl), _aim("weight", weight_ratio, weight_max_kl)
-    if kv is None and weights is None:
+    for option, ratio, max_kl in (
+        ("kv", kv_ratio, kv_max_kl),
+        ("weight", weight_ratio, weight_max_kl),
+    ):
+        if ratio is not None and max_kl is not None:
+            raise click.UsageError(f"give --{option}-ratio or --{option}-max-kl, not both")
+    has_kv = kv_ratio is not None or kv_max_kl is not None
+    has_weights = weight_ratio is not None or weight_max_kl is not None
+    if not has_kv and not has_weights:
         raise click.UsageError(
             "give what to aim at: --kv-ratio or --kv-max-kl, --weight-ratio or --weight-max-kl"
         )
-    if per_head and kv is None:
+    if per_head and not has_kv:
         raise click.UsageError("--per-head needs --kv-ratio or --kv-max-kl")
+
+    # Here, not above: the list of commands must not need what only builds need.
+    from llmbuild.builder.mixed_part import Aim
+    from llmbuild.builder.mixed_precision import make_plan
+    from llmbuild.builder.sources.progress import stderr_progress
+
     parts = make_plan(
         recipe_path,
         out,
         overrides,
-        kv=kv,
-        weights=weights,
+        kv=Aim("kv", kv_ratio, kv_max_kl) if has_kv else None,
+        weights=Aim("weight", weight_ratio, weight_max_kl) if has_weights else None,
         sequences=sequences,
         per_head=per_head,
         progress=stderr_progress(),
@@ -85,14 +94,6 @@ def plan_command(
     for part in parts:
         _show(part)
     click.echo(out)
-
-
-def _aim(option: str, ratio: float | None, max_kl: float | None) -> "Aim | None":
-    from llmbuild.builder.mixed_part import Aim
-
-    if ratio is not None and max_kl is not None:
-        raise click.UsageError(f"give --{option}-ratio or --{option}-max-kl, not both")
-    return None if ratio is None and max_kl is None else Aim(option, ratio, max_kl)
 
 
 def _show(part: "Part") -> None:
@@ -110,8 +111,8 @@ def _show(part: "Part") -> None:
         for line in _aligned([header, *rows]):
             click.echo(line)
     click.echo(
-        f"{part.name}: {part.bytes_each:,.0f} bytes a {part.unit}, {part.ratio:.2%} of those "
-        f"without quantisation; KL {part.expected_kl_nats:.4g} nats a token expected, "
+        f"{part.name}: {part.bytes_each:,.0f} bytes a {part.unit}, {part.ratio:.2%} of those in "
+        f"{part.full_dtype}; KL {part.expected_kl_nats:.4g} nats a token expected, "
         f"{part.together_kl_nats:.4g} measured with all choices together"
     )
 
