@@ -13,7 +13,7 @@ from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.recipe import ResolvedRecipe
+from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.builder.stages import Stages
 from llmbuild.builder.targets.cpu.build import build_cpu
 from llmbuild.builder.targets.cpu.plan import StepPlan

@@ -10,16 +10,22 @@ from llmbuild.builder.assemble import Assembled, Model, assemble
 from llmbuild.builder.calibration.calibrate import Calibration
 from llmbuild.builder.checkpoint import open_checkpoint
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
-from llmbuild.builder.compiled_precision import require_planned
 from llmbuild.builder.gate import GateResult, check_texts, reference_recipe, run_gate
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
-from llmbuild.builder.recipe import NATIVE, Recipe, ResolvedRecipe, effective_yaml, load_recipe
-from llmbuild.builder.report import make_report
-from llmbuild.builder.report_page import write_report
-from llmbuild.builder.rounding_losses import rounding_losses
+from llmbuild.builder.recipe.recipe import (
+    NATIVE,
+    Recipe,
+    ResolvedRecipe,
+    effective_yaml,
+    load_recipe,
+)
+from llmbuild.builder.report.compiled_precision import require_planned
+from llmbuild.builder.report.page import write_report
+from llmbuild.builder.report.report import make_report
+from llmbuild.builder.report.rounding_losses import rounding_losses
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages, peak_rss_bytes

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from llmbuild.builder.recipe_cli import recipe_argument_and_overrides
+from llmbuild.builder.recipe.options import recipe_argument_and_overrides
 
 
 @click.command("compile")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from llmbuild.builder.recipe_cli import recipe_argument_and_overrides
+from llmbuild.builder.recipe.options import recipe_argument_and_overrides
 
 
 @click.command("fetch")
@@ -12,7 +12,7 @@ from llmbuild.builder.recipe_cli import recipe_argument_and_overrides
 def fetch_command(recipe_path: Path, overrides: tuple[str, ...]) -> None:
     """Fetch the model of RECIPE, check it, and print its local path."""
     # Here, not above: the list of commands must not need what only builds need.
-    from llmbuild.builder.recipe import load_recipe
+    from llmbuild.builder.recipe.recipe import load_recipe
     from llmbuild.builder.sources import fetch, parse_source
     from llmbuild.builder.sources.progress import stderr_progress
     from llmbuild.cache import cache_root

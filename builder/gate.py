@@ -12,16 +12,16 @@ from typing import TypeVar
 
 import msgspec
 
-from llmbuild.builder.recipe import Recipe
-from llmbuild.builder.recipe_gate import (
+from llmbuild.builder.recipe.gate import (
     Gate,
     ResolvedCompareGate,
     ResolvedGate,
     ResolvedPerplexityGate,
     ResolvedRetrievalGate,
 )
-from llmbuild.builder.recipe_kv_cache import KVCache
-from llmbuild.builder.recipe_quantisation import Quantisation
+from llmbuild.builder.recipe.kv_cache import KVCache
+from llmbuild.builder.recipe.quantisation import Quantisation
+from llmbuild.builder.recipe.recipe import Recipe
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import BuildError, InternalError, RecipeError
 from llmbuild.quant.evaluation.compare import CompareResult

@@ -12,8 +12,8 @@ from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.recipe import ResolvedRecipe
-from llmbuild.builder.recipe_quantisation import ROW, UNQUANTISED, Precisions, Quantisation
+from llmbuild.builder.recipe.quantisation import ROW, UNQUANTISED, Precisions, Quantisation
+from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.errors import RecipeError
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import Candidate, QuantPlan, Rule, make_plan

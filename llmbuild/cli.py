@@ -18,7 +18,7 @@ _HOMES = {  # of each command, which is imported when it's asked for
     "generate": "llmbuild.runtime.generate_cli:generate_command",
     "inspect": "llmbuild.runtime.inspect_cli:inspect",
     "models": "llmbuild.builder.models.models_cli:models_command",
-    "plan": "llmbuild.builder.plan_cli:plan_command",
+    "plan": "llmbuild.builder.planning.cli:plan_command",
     "verify": "llmbuild.runtime.verify_cli:verify_command",
 }
 

@@ -25,7 +25,7 @@ from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.builder.quantisation import plan_quantisation
-from llmbuild.builder.recipe import load_recipe
+from llmbuild.builder.recipe.recipe import load_recipe
 from llmbuild.errors import CheckpointError, RecipeError
 from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.quant.reader import planned_reader

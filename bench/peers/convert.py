@@ -10,7 +10,7 @@ from bench.peers.install import install
 from bench.peers.llama_cpp_build import binaries
 from bench.peers.variants import OURS, PEERS, Variant
 from bench.peers.work_folder import CHECKOUT, WorkFolder
-from llmbuild.builder.recipe import load_recipe
+from llmbuild.builder.recipe.recipe import load_recipe
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import stderr_progress
 from llmbuild.cache import cache_root

@@ -21,10 +21,10 @@ from llmbuild.builder.calibration.text import tokens_of_file
 from llmbuild.builder.calibration.weights import calibrate_weights
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
-from llmbuild.builder.recipe import NATIVE, ResolvedLimits, ResolvedRecipe
-from llmbuild.builder.recipe_calibration import SELF
-from llmbuild.builder.recipe_kv_cache import ResolvedKVCache
-from llmbuild.builder.recipe_quantisation import Quantisation
+from llmbuild.builder.recipe.calibration import SELF
+from llmbuild.builder.recipe.kv_cache import ResolvedKVCache
+from llmbuild.builder.recipe.quantisation import Quantisation
+from llmbuild.builder.recipe.recipe import NATIVE, ResolvedLimits, ResolvedRecipe
 from llmbuild.builder.stages import Stages, growth_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.cache import cache_root

@@ -10,7 +10,7 @@ from bench.peers import convert, install
 from bench.peers.variants import OURS, PEERS, VARIANTS, Peer
 from bench.peers.work_folder import Unavailable, WorkFolder
 from bench.peers.workload import make_cases, max_sequence
-from llmbuild.builder.recipe import load_recipe
+from llmbuild.builder.recipe.recipe import load_recipe
 
 PEER = Peer("openvino", "continuous", ("a==1", "b==2"), 10, removed=("c",))
 

@@ -19,8 +19,8 @@ from llmbuild.builder.gate import (
     reference_recipe,
     run_gate,
 )
-from llmbuild.builder.recipe import Recipe, load_recipe
-from llmbuild.builder.recipe_gate import ResolvedGate
+from llmbuild.builder.recipe.gate import ResolvedGate
+from llmbuild.builder.recipe.recipe import Recipe, load_recipe
 from llmbuild.builder.sources.progress import PlainProgress
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import BuildError, InternalError, RecipeError

@@ -8,7 +8,7 @@ import pytest
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import MoeConfig
 from llmbuild.builder.quantisation import plan_quantisation
-from llmbuild.builder.recipe_quantisation import Quantisation
+from llmbuild.builder.recipe.quantisation import Quantisation
 from llmbuild.errors import RecipeError
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan

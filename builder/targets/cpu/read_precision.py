@@ -8,14 +8,14 @@ the quantisation plan is looked at.
 import re
 from collections import defaultdict
 
-from llmbuild.builder.compiled_precision import (
+from llmbuild.builder.graph.step_graph import CODES, StepGraph
+from llmbuild.builder.report.compiled_precision import (
     Activations,
     CompiledPrecision,
     WeightPrecision,
     kv_dtypes,
     row_grid,
 )
-from llmbuild.builder.graph.step_graph import CODES, StepGraph
 from llmbuild.builder.targets.cpu.head_runs import KV_CPP_TYPES
 from llmbuild.builder.targets.cpu.lowering import CPP_TYPES
 from llmbuild.builder.targets.cpu.plan import Buffer, Call, PackedWeight, Pool, StepPlan, View

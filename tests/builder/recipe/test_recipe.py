@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbuild.builder.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
-from llmbuild.builder.recipe_errors import known_keys
+from llmbuild.builder.recipe.problems import known_keys
+from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
 from llmbuild.errors import RecipeError
 from llmbuild.quant.schemes import SCHEMES
 

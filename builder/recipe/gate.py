@@ -5,8 +5,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from llmbuild.builder.recipe_errors import problem
-from llmbuild.builder.recipe_section import Section, listed
+from llmbuild.builder.recipe.problems import problem
+from llmbuild.builder.recipe.section import Section, listed
 from llmbuild.quant.evaluation.defaults import (
     COMPARE_WINDOWS,
     CONTEXT,

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from llmbuild.builder.recipe_section import Section
+from llmbuild.builder.recipe.section import Section
 
 SELF = "self"  # the model's own samples
 DEFAULT_LENGTH = 512

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from llmbuild.builder.recipe_errors import problem
-from llmbuild.builder.recipe_section import Section, listed
+from llmbuild.builder.recipe.problems import problem
+from llmbuild.builder.recipe.section import Section, listed
 from llmbuild.quant.grid import GROUP_UNIT
 from llmbuild.quant.plan import METHODS, Method
 from llmbuild.quant.schemes import SCHEMES

@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from string import Template
 
-from llmbuild.builder.report import WEIGHTS, KVDtypes, Report
-from llmbuild.builder.report_grids import Cell, LogScale, bars, bits_colour, layer_grid
+from llmbuild.builder.report.grids import Cell, LogScale, bars, bits_colour, layer_grid
+from llmbuild.builder.report.report import WEIGHTS, KVDtypes, Report
 from llmbuild.runtime.manifest import KV_ITEM_BITS
 
 _DTYPE_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}

@@ -12,10 +12,10 @@ from llmbuild.builder.calibration.sensitivity import WeightChange
 from llmbuild.builder.graph.passes.rewrite import nodes_of
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.mixed_part import Aim, Bench, Part
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD
+from llmbuild.builder.planning.part import Aim, Bench, Part
 from llmbuild.builder.quantisation import plan_quantisation, untie_head
-from llmbuild.builder.recipe_quantisation import UNQUANTISED, Override, Quantisation
+from llmbuild.builder.recipe.quantisation import UNQUANTISED, Override, Quantisation
 from llmbuild.errors import RecipeError
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader, value_reader

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmbuild.builder.rounding_losses import rounding_losses
+from llmbuild.builder.report.rounding_losses import rounding_losses
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmbuild.builder.recipe_cli import recipe_argument_and_overrides
+from llmbuild.builder.recipe.options import recipe_argument_and_overrides
 
 if TYPE_CHECKING:
-    from llmbuild.builder.mixed_part import Part
+    from llmbuild.builder.planning.part import Part
 
 _RATIO = click.FloatRange(min=0, max=1, min_open=True)
 _KL = click.FloatRange(min=0)
@@ -77,8 +77,8 @@ def plan_command(
         raise click.UsageError("--per-head needs --kv-ratio or --kv-max-kl")
 
     # Here, not above: the list of commands must not need what only builds need.
-    from llmbuild.builder.mixed_part import Aim
-    from llmbuild.builder.mixed_precision import make_plan
+    from llmbuild.builder.planning.mix import make_plan
+    from llmbuild.builder.planning.part import Aim
     from llmbuild.builder.sources.progress import stderr_progress
 
     parts = make_plan(

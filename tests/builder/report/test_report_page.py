@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmbuild.builder.gate import Row
-from llmbuild.builder.report import CalibrationData, DecodeStep, KVDtypes, Matrix, Report
-from llmbuild.builder.report_grids import LogScale
-from llmbuild.builder.report_page import write_report
+from llmbuild.builder.report.grids import LogScale
+from llmbuild.builder.report.page import write_report
+from llmbuild.builder.report.report import CalibrationData, DecodeStep, KVDtypes, Matrix, Report
 
 LOSSES = [0.0, 3e-9, 2e-5, 1e-4, 0.5, 7.0]
 NAMES = [f"layers.{n}.attention.{part}_proj.weight" for n in (0, 1, 10) for part in "qv"]

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from llmbuild.builder.recipe_errors import problem_lines
-from llmbuild.builder.recipe_kv_cache import KVOverride
-from llmbuild.builder.recipe_quantisation import Override
-from llmbuild.builder.recipe_section import Section, listed
-from llmbuild.builder.recipe_yaml import read_recipe
+from llmbuild.builder.recipe.kv_cache import KVOverride
+from llmbuild.builder.recipe.problems import problem_lines
+from llmbuild.builder.recipe.quantisation import Override
+from llmbuild.builder.recipe.section import Section, listed
+from llmbuild.builder.recipe.yaml_text import read_recipe
 from llmbuild.errors import RecipeError
 
 

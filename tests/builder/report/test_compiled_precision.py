@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from llmbuild.builder.compile import compile
-from llmbuild.builder.compiled_precision import Activations, require_planned
 from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.canonical import expected_tensors
 from llmbuild.builder.models.config import DecoderConfig, MoeConfig
+from llmbuild.builder.report.compiled_precision import Activations, require_planned
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.lowering import Lowering
 from llmbuild.builder.targets.cpu.plan import Argument, Call, PackedWeight, Pool, StepPlan, View

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from llmbuild.builder.recipe_errors import known_keys, problem_lines
-from llmbuild.builder.recipe_gate import Gate, ResolvedGate
-from llmbuild.builder.recipe_section import Section
+from llmbuild.builder.recipe.gate import Gate, ResolvedGate
+from llmbuild.builder.recipe.problems import known_keys, problem_lines
+from llmbuild.builder.recipe.section import Section
 
 LONGEST = 1000
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from llmbuild.builder.assemble import Model
 from llmbuild.builder.calibration.sensitivity import Change, Read, measure_changes
 from llmbuild.builder.graph.step_graph import StepGraph
-from llmbuild.builder.recipe import Recipe, ResolvedRecipe
+from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import BuildError
 from llmbuild.quant.sensitivity import (

@@ -1,16 +1,16 @@
 """The build report: what the engine weighs, reads and computes, what quantisation did to it, and
-what the build took. builder/report_page.py writes it."""
+what the build took. page.py writes it."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmbuild.builder.assemble import Assembled
-from llmbuild.builder.compiled_precision import CompiledPrecision, WeightPrecision, in_words
 from llmbuild.builder.gate import GateResult, Row
 from llmbuild.builder.models.canonical import HEAD
 from llmbuild.builder.models.config import DecoderConfig
-from llmbuild.builder.recipe_calibration import ResolvedCalibration
+from llmbuild.builder.recipe.calibration import ResolvedCalibration
+from llmbuild.builder.report.compiled_precision import CompiledPrecision, WeightPrecision, in_words
 from llmbuild.builder.stages import peak_rss_bytes
 from llmbuild.builder.targets.cpu.pack import packed_bytes
 from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan

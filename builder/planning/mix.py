@@ -15,12 +15,12 @@ from llmbuild.builder.calibration.calibrate import Calibration
 from llmbuild.builder.calibration.sensitivity import keeping
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.builder.compile import open_model
-from llmbuild.builder.mixed_kv import kv_overrides, kv_part
-from llmbuild.builder.mixed_part import Aim, Bench, Part
-from llmbuild.builder.mixed_weights import check_has_scheme, weight_overrides, weights_part
-from llmbuild.builder.recipe import ResolvedRecipe, load_recipe
-from llmbuild.builder.recipe_kv_cache import KVOverride
-from llmbuild.builder.recipe_quantisation import Override
+from llmbuild.builder.planning.kv import kv_overrides, kv_part
+from llmbuild.builder.planning.part import Aim, Bench, Part
+from llmbuild.builder.planning.weights import check_has_scheme, weight_overrides, weights_part
+from llmbuild.builder.recipe.kv_cache import KVOverride
+from llmbuild.builder.recipe.quantisation import Override
+from llmbuild.builder.recipe.recipe import ResolvedRecipe, load_recipe
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import BuildError

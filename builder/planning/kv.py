@@ -8,9 +8,9 @@ import msgspec
 from llmbuild.builder.calibration.kv import measure_reaches
 from llmbuild.builder.calibration.sensitivity import KVChange, with_neutral_kv_scales
 from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.mixed_part import Aim, Bench, Part
+from llmbuild.builder.planning.part import Aim, Bench, Part
 from llmbuild.builder.quantisation import kv_layout
-from llmbuild.builder.recipe_kv_cache import KVOverride
+from llmbuild.builder.recipe.kv_cache import KVOverride
 from llmbuild.quant.kv import channel_scales
 from llmbuild.quant.sensitivity import Choice, Option
 from llmbuild.runtime.manifest import KVLayer, KVLayout

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from llmbuild.builder.recipe_section import Section, listed
+from llmbuild.builder.recipe.section import Section, listed
 
 KVDtype = Literal["fp32", "bf16", "int8", "int8-static", "int4"]
 _BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "int4": 4}

@@ -19,14 +19,14 @@ from pydantic import (
     field_validator,
 )
 
-from llmbuild.builder.recipe_calibration import DEFAULT_LENGTH, Calibration, ResolvedCalibration
-from llmbuild.builder.recipe_errors import problem, problem_lines
-from llmbuild.builder.recipe_gate import Gate, ResolvedGate
-from llmbuild.builder.recipe_kv_cache import KVCache, ResolvedKVCache
-from llmbuild.builder.recipe_plan import PrecisionPlan, read_plan
-from llmbuild.builder.recipe_quantisation import UNQUANTISED, Quantisation
-from llmbuild.builder.recipe_section import Section, listed
-from llmbuild.builder.recipe_yaml import RecipeDumper, apply_overrides, read_recipe
+from llmbuild.builder.recipe.calibration import DEFAULT_LENGTH, Calibration, ResolvedCalibration
+from llmbuild.builder.recipe.gate import Gate, ResolvedGate
+from llmbuild.builder.recipe.kv_cache import KVCache, ResolvedKVCache
+from llmbuild.builder.recipe.plan_file import PrecisionPlan, read_plan
+from llmbuild.builder.recipe.problems import problem, problem_lines
+from llmbuild.builder.recipe.quantisation import UNQUANTISED, Quantisation
+from llmbuild.builder.recipe.section import Section, listed
+from llmbuild.builder.recipe.yaml_text import RecipeDumper, apply_overrides, read_recipe
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
 from llmbuild.quant.schemes import SCHEMES

@@ -15,9 +15,9 @@ from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.quantisation import untie_head
-from llmbuild.builder.recipe_calibration import ResolvedCalibration
-from llmbuild.builder.report import CalibrationData, KVDtypes, Report, make_report
-from llmbuild.builder.report_page import write_report
+from llmbuild.builder.recipe.calibration import ResolvedCalibration
+from llmbuild.builder.report.page import write_report
+from llmbuild.builder.report.report import CalibrationData, KVDtypes, Report, make_report
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan

@@ -8,8 +8,8 @@ import numpy as np
 from llmbuild.builder.assemble import Assembled
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig, MoeConfig
-from llmbuild.builder.recipe_calibration import ResolvedCalibration
-from llmbuild.builder.report import make_report
+from llmbuild.builder.recipe.calibration import ResolvedCalibration
+from llmbuild.builder.report.report import make_report
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.runtime.manifest import KVLayout, Limits, Manifest, Rank, Target

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llmbuild.builder.recipe import effective_yaml, load_recipe
-from llmbuild.builder.recipe_plan import read_plan
+from llmbuild.builder.recipe.plan_file import read_plan
+from llmbuild.builder.recipe.recipe import effective_yaml, load_recipe
 from llmbuild.errors import RecipeError
 
 RECIPE: dict[str, Any] = {
