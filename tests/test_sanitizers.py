@@ -32,6 +32,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int4 weights alone": {
         "quantisation": {"scheme": "w4a16", "symmetric": False, "method": "rtn"}
     },
+    "mixed KV": {
+        "kv_cache": {
+            "dtype": "int4",
+            "block_size": 16,
+            "overrides": [
+                {"match": "*.k.0", "dtype": "int8-static"},
+                {"match": "*.v.1", "dtype": "bf16"},
+            ],
+        },
+        "calibration": {"sequences": 2, "length": 24},
+    },
     "bf16": {"precision": "bf16"},
 }
 SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -60,7 +71,7 @@ def engine(
         return original(source, level, out)
 
     monkeypatch.setattr(toolchain, "compile", noting)
-    return compile(recipe, tmp_path / "engine"), sources[0]
+    return compile(recipe, tmp_path / "engine"), sources[-1]  # before it, one that draws samples
 
 
 def build(source: str, level: str, extra: list[str], folder: Path) -> Path:
