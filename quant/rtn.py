@@ -14,6 +14,7 @@ def round_to_nearest(values: NDArray[np.generic], grid: WeightGrid) -> Quantised
     so that codes are nearest for the scales that are kept. A group with a NaN or an infinity, or
     too large for float16, has a scale or a minimum that isn't finite.
     """
+    assert not grid.zero_points, "only checkpoints bring whole zero points"
     matrix = empty_matrix(grid, values.shape)
     groups = matrix.scales.shape[1]
     for part in row_parts(values.shape):
