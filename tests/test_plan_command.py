@@ -119,6 +119,8 @@ def test_heads_are_chosen_one_by_one_for_a_kl(recipe: Path, plan: Plan) -> None:
         ((), "give what to aim at: --kv-ratio"),
         (("--kv-ratio", 0.5, "--kv-max-kl", 1), "--kv-ratio or --kv-max-kl, not both"),
         (("--kv-ratio", 1.5), "1.5 is not in the range"),
+        (("--kv-ratio", "nan"), "nan is not a number"),
+        (("--weight-max-kl", "nan"), "nan is not a number"),
         (("--weight-max-kl", 1, "--per-head"), "--per-head needs --kv-ratio"),
         (("--weight-ratio", 0.5), "quantisation.scheme: given none; allowed: w4a8"),
         (("--kv-ratio", 0.4), "--kv-ratio: given 0.4, and the smallest precisions"),

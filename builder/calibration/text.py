@@ -49,16 +49,18 @@ def tokens_of_file(
 
 def _texts(path: Path, template: ChatTemplate) -> list[str]:
     try:
-        content = path.read_bytes().decode("utf-8")
+        content = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise BuildError(f"calibration.data: {path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise BuildError(
             f"calibration.data: {path} isn't UTF-8 text: byte {error.start} is wrong"
         ) from None
+    except ValueError as error:
+        raise BuildError(f"calibration.data: no file is named {str(path)!r}: {error}") from None
     if path.suffix != ".jsonl":
         return [content]
-    lines = enumerate(content.splitlines(), start=1)
+    lines = enumerate(content.split("\n"), start=1)
     return [_text(path, number, line, template) for number, line in lines if line.strip()]
 
 

@@ -1,9 +1,10 @@
 """`llmbuild plan`."""
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +13,21 @@ from llmbuild.builder.recipe.options import recipe_argument_and_overrides
 if TYPE_CHECKING:
     from llmbuild.builder.planning.part import Part
 
-_RATIO = click.FloatRange(min=0, max=1, min_open=True)
-_KL = click.FloatRange(min=0)
+
+class _NumberRange(click.FloatRange):
+    """Numbers of a range; click itself takes nan for one."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+_RATIO = _NumberRange(min=0, max=1, min_open=True)
+_KL = _NumberRange(min=0)
 _SEQUENCES = 4
 
 

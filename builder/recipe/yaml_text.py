@@ -72,6 +72,8 @@ def read_recipe(path: Path, kind: str = "recipe") -> dict[Any, Any]:
         raise RecipeError(f"{what}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{what}: it isn't UTF-8 text (byte {error.start})") from error
+    except ValueError as error:
+        raise RecipeError(f"{kind} {str(path)!r}: no file has such a name: {error}") from error
     if len(raw) > MAX_RECIPE_BYTES:
         raise RecipeError(f"{what}: larger than {MAX_RECIPE_BYTES} bytes, so no {kind}")
     content = _parse(text, what)

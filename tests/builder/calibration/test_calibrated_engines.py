@@ -81,10 +81,11 @@ def test_another_seed_calibrates_with_other_samples(
 
 
 def test_texts_and_chats_calibrate_too(save_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    lines = [{"text": "abc " * 30}, {"text": "Hello, world. " * 20}]
+    lines = [{"text": "abc\u2028 " * 30}, {"text": "Hello, world. " * 20}]
     (tmp_path / "source" / "data.jsonl").parent.mkdir(parents=True, exist_ok=True)
     data = tmp_path / "source" / "data.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    as_they_are = (json.dumps(line, ensure_ascii=False) for line in lines)
+    data.write_text("\ufeff" + "".join(line + "\n" for line in as_they_are), encoding="utf-8")
     scheme = {"scheme": "w4a16", "group_size": 32}
     recipe = save_recipe(quantisation=scheme, calibration={**CALIBRATION, "data": "data.jsonl"})
     compile(recipe, tmp_path / "engine")
