@@ -180,7 +180,9 @@ RESEALED: dict[str, Callable[[dict[str, Any]], object]] = {
     "more sequences": lambda m: m["limits"].update(max_sequences=9),
     "longer sequences": lambda m: m["limits"].update(max_sequence_length=65),
     "another block": lambda m: m["kv"].update(block_size=8),
-    "another KV dtype": lambda m: [layer.update(v_dtype="bf16") for layer in m["kv"]["layers"]],
+    "another KV dtype": lambda m: [
+        run.update(v_dtype="bf16") for layer in m["kv"]["layers"] for run in layer["heads"]
+    ],
     "fewer logits": lambda m: (m.update(vocab_size=100), m["model"].update(vocab_size=100)),
     "another arena": lambda m: m["ranks"][0].update(arena_bytes=1),
 }
