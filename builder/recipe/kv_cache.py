@@ -26,7 +26,7 @@ class KVCache(Section):
     overrides: Annotated[tuple[KVOverride, ...], BeforeValidator(listed)] = Field(
         default=(),
         description="a list of mappings with the keys match (a glob of names such as layers.0.k.1: "
-        "layer, k or v, KV head) and dtype",
+        f"layer, k or v, KV head) and dtype ({_DTYPES})",
     )
 
     @property

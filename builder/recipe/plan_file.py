@@ -19,7 +19,8 @@ class PrecisionPlan(Section):
 
     version: int = Field(ge=1, le=1, description="1")
     kv_cache: Annotated[tuple[KVOverride, ...], BeforeValidator(listed)] = Field(
-        default=(), description="a list of mappings with the keys match and dtype"
+        default=(),
+        description="a list of mappings with the keys match and dtype, as kv_cache.overrides",
     )
     quantisation: Annotated[tuple[Override, ...], BeforeValidator(listed)] = Field(
         default=(),
