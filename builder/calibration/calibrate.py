@@ -41,8 +41,8 @@ _DRAFT_SEQUENCES = 32  # of a step of the engine that samples
 class Calibration:
     """The calibration of one model; nothing is done before it is asked for.
 
-    root: a folder that holds the model's tokenizer, as an engine does. scratch: a folder that need
-    not exist, for an engine that samples.
+    root: a folder that holds the model's tokenizer, as an engine does; beside it an engine that
+    draws samples comes and goes.
     """
 
     def __init__(

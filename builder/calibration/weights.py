@@ -78,7 +78,7 @@ class _Walk:
         self._step, self._head_dim, self._plan = step, head_dim, plan
         self._read, self._store = read, store
         self._inputs = _Inputs(None, torch.empty(0))
-        self._static: set[str] = set()
+        self._scaled: set[str] = set()  # whose static scales are found
 
     def read_floats(self, name: str) -> NDArray[np.generic]:
         """A tensor's values as the engine will have them."""
@@ -92,7 +92,7 @@ class _Walk:
         source, name = _operands(node)
         if self._inputs.value is not source:
             self._inputs = self._new_inputs(source, values)
-        if name in self._plan.static and f"{name}.{ACTIVATION_SCALES}" not in self._static:
+        if name in self._plan.static - self._scaled:
             self._find_scales(source, self._inputs)
         if name in self._plan.methods:
             self._round(name, self._inputs)
@@ -102,9 +102,7 @@ class _Walk:
         """Compute what the linear gives in the engine."""
         _, name = _operands(node)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        x = self._inputs.rounded(
-            self._plan.activation_groups.get(name, 0), name in self._plan.static
-        )
+        x = self._inputs.rounded(*self._rounding(name))
         rows, offset = self._values(name), None if bias is None else self._values(str(bias.name))
         values[node.outputs[0]] = torch.nn.functional.linear(x, rows, offset)
 
@@ -150,6 +148,7 @@ class _Walk:
         """Static scales of an input, the same for all of one group size that read it."""
         names = [name for name in _readers(source) if name in self._plan.static]
         importance = torch.stack([self._values(name).square().sum(0) for name in names]).sum(0)
+        self._scaled.update(names)
         for group in {self._plan.activation_groups[name] for name in names}:
             with _one_thread():
                 scales = activation_scales(inputs.x, importance, group)
@@ -157,17 +156,10 @@ class _Walk:
             for name in names:
                 if self._plan.activation_groups[name] == group:
                     self._store.put(f"{name}.{ACTIVATION_SCALES}", scales)
-                    self._static.add(f"{name}.{ACTIVATION_SCALES}")
 
     def _round(self, name: str, inputs: "_Inputs") -> None:
-        grid, values, method = (
-            self._plan.weights[name],
-            self.read_floats(name),
-            self._plan.methods[name],
-        )
-        moments = inputs.moments(
-            self._plan.activation_groups.get(name, 0), name in self._plan.static
-        )
+        grid, method = self._plan.weights[name], self._plan.methods[name]
+        values, moments = self.read_floats(name), inputs.moments(*self._rounding(name))
         with _one_thread():
             if method == "gptq":
                 matrix = gptq(values, moments, grid)

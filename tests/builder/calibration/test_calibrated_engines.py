@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -82,12 +81,11 @@ def test_another_seed_calibrates_with_other_samples(
 
 def test_texts_and_chats_calibrate_too(save_recipe: Callable[..., Path], tmp_path: Path) -> None:
     lines = [{"text": "abc\u2028 " * 30}, {"text": "Hello, world. " * 20}]
-    (tmp_path / "source" / "data.jsonl").parent.mkdir(parents=True, exist_ok=True)
-    data = tmp_path / "source" / "data.jsonl"
-    as_they_are = (json.dumps(line, ensure_ascii=False) for line in lines)
-    data.write_text("\ufeff" + "".join(line + "\n" for line in as_they_are), encoding="utf-8")
     scheme = {"scheme": "w4a16", "group_size": 32}
     recipe = save_recipe(quantisation=scheme, calibration={**CALIBRATION, "data": "data.jsonl"})
+    data = recipe.parent / "data.jsonl"
+    as_they_are = (json.dumps(line, ensure_ascii=False) for line in lines)
+    data.write_text("\ufeff" + "".join(line + "\n" for line in as_they_are), encoding="utf-8")
     compile(recipe, tmp_path / "engine")
     with pytest.raises(BuildError, match=r"calibration\.data: .* enough for"):
         compile(recipe, tmp_path / "refused", ["calibration.sequences=4000"])
@@ -123,4 +121,3 @@ def test_a_channel_that_calibration_never_saw_fails_the_build_and_is_named(
     with pytest.raises(BuildError, match=r"layers\.1\.v\.1 \(int8-static\): 16 of 16 channels"):
         compile(recipe, tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
-    assert np.count_nonzero(tensors["model.layers.1.self_attn.v_proj.weight"]) > 0
