@@ -68,9 +68,20 @@ class QuantisedMatrix:
     zeros: NDArray[np.uint8] | None = None
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return self.codes.shape
+
+    @property
     def size(self) -> int:
         """Number of weights."""
         return self.codes.size
+
+    @property
+    def arrays(self) -> Sequence[NDArray[np.generic]]:
+        """Codes and scales, and minima or zeros where the grid has such."""
+        all_four = (self.codes, self.scales, self.minima, self.zeros)
+        return [array for array in all_four if array is not None]
 
     def dequantised(self) -> NDArray[np.float32]:
         """The values, float32 [rows, columns]."""
@@ -90,6 +101,18 @@ class QuantisedMatrix:
         minima = None if self.minima is None else self.minima[rows]
         zeros = None if self.zeros is None else self.zeros[rows]
         return QuantisedMatrix(self.grid, self.codes[rows], self.scales[rows], minima, zeros)
+
+    def take_columns(self, begin: int, end: int) -> "QuantisedMatrix":
+        """Columns [begin, end), which must be whole groups; where a row is one group, any columns
+        keep its scale. A view."""
+        groups = slice(0, 1)
+        if self.grid.group_size:
+            assert begin % self.grid.group_size == end % self.grid.group_size == 0
+            groups = slice(begin // self.grid.group_size, end // self.grid.group_size)
+        minima = None if self.minima is None else self.minima[:, groups]
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        codes, scales = self.codes[:, begin:end], self.scales[:, groups]
+        return QuantisedMatrix(self.grid, codes, scales, minima, zeros)
 
 
 def join_rows(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 from llmbuild.quant.plan import QuantPlan
@@ -32,12 +33,17 @@ class TensorStore:
         path = root / _LOSSES
         self.losses: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
-    def get(self, name: str) -> Matrix | None:
-        """A tensor, None if it isn't here."""
-        path = self._path(name)
-        if not path.exists():
+    def __contains__(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def get(self, name: str, rows: tuple[int, int] | None = None) -> Matrix | None:
+        """A tensor, or its rows [begin, end), which are read alone; None if it isn't here."""
+        if name not in self:
             return None
-        parts: dict[str, NDArray[Any]] = load_file(path)
+        wanted = slice(*rows) if rows else slice(None)
+        with safe_open(self._path(name), framework="numpy") as file:
+            names = file.keys()
+            parts: dict[str, NDArray[Any]] = {n: file.get_slice(n)[wanted] for n in names}
         if "values" in parts:
             return parts["values"]
         return QuantisedMatrix(

@@ -13,11 +13,13 @@ from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 class TensorInfo:
     """A stored tensor before it is read. shape: row-major, [out, in] for a matrix; dtype: as
     stored, in the format's own spelling ("F32", "BF16", "I64", "Q4_1", ...). grid: of a matrix that
-    is stored quantised on a grid of ours."""
+    is stored quantised on a grid of ours. by_rows: whether some rows can be read without the rest,
+    because each lies in one piece."""
 
     shape: tuple[int, ...]
     dtype: str
     grid: WeightGrid | None = None
+    by_rows: bool = True
 
 
 class Checkpoint(Protocol):
@@ -49,13 +51,19 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def read_rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """read(name)[begin:end], along the first axis: no other row is read or held, unless the
+        tensor isn't stored by rows. Raises as read does."""
+        ...
+
 
 @runtime_checkable
 class StoresCodes(Protocol):
     """A checkpoint some of whose tensors have a grid."""
 
-    def read_codes(self, name: str) -> QuantisedMatrix:
-        """A tensor whose TensorInfo has a grid, as it is stored: nothing is rounded."""
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
+        """A tensor whose TensorInfo has a grid, as it is stored: nothing is rounded. rows: the
+        first that is wanted, and the one after the last; all by default."""
         ...
 
 

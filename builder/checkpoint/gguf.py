@@ -57,17 +57,18 @@ class GgufCheckpoint:
             raise CheckpointError(f"{path}: {error}") from error
 
     def read(self, name: str) -> NDArray[Any]:
-        tensor = self._stored[name]
-        plain = _PLAIN_DTYPES.get(tensor.type.name)
-        if plain is None:
-            return _read_quantised(self._path, tensor)
-        data = read_bytes(self._path, tensor.offset, tensor.num_bytes)
-        return data.view(plain).reshape(tensor.shape)
+        return _read(self._path, self._stored[name])
 
-    def read_codes(self, name: str) -> QuantisedMatrix:
-        grid = self.tensors[name].grid
+    def read_rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        tensor = self._stored[name]
+        if len(tensor.shape) == 1:  # its blocks, where it has such, are of several items
+            return self.read(name)[begin:end].copy()
+        return _read(self._path, tensor.rows(begin, end))
+
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
+        tensor, grid = self._stored[name], self.tensors[name].grid
         assert grid is not None
-        return _read_codes(self._path, self._stored[name], grid)
+        return _read_codes(self._path, tensor.rows(*rows) if rows else tensor, grid)
 
     def _read_rope_factors(self) -> dict[str, list[float]]:
         return {
@@ -75,6 +76,13 @@ class GgufCheckpoint:
             for name in ROPE_TENSORS
             if name in self._stored
         }
+
+
+def _read(path: Path, tensor: GgufTensor) -> NDArray[Any]:
+    plain = _PLAIN_DTYPES.get(tensor.type.name)
+    if plain is None:
+        return _read_quantised(path, tensor)
+    return read_bytes(path, tensor.offset, tensor.num_bytes).view(plain).reshape(tensor.shape)
 
 
 def _read_quantised(path: Path, tensor: GgufTensor) -> NDArray[np.float32]:
@@ -104,12 +112,12 @@ def _read_codes(path: Path, tensor: GgufTensor, grid: WeightGrid) -> QuantisedMa
     groups = columns // width
     codes = np.empty((rows, columns), np.uint8)
     numbers = np.empty((1 if grid.symmetric else 2, rows, groups), np.float16)
-    row_bytes = tensor.num_bytes // rows
     step = max(1, _ELEMENTS_PER_READ // columns)
     for row in range(0, rows, step):
         part = slice(row, min(row + step, rows))
-        count = part.stop - part.start
-        packed = read_bytes(path, tensor.offset + row * row_bytes, count * row_bytes)
+        stored_rows = tensor.rows(part.start, part.stop)
+        count = stored_rows.shape[0]
+        packed = read_bytes(path, stored_rows.offset, stored_rows.num_bytes)
         blocks = packed.reshape(count, groups, -1)
         head = 2 * len(numbers)
         numbers[:, part] = np.moveaxis(blocks[..., :head].copy().view(np.float16), -1, 0)

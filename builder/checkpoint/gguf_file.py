@@ -51,6 +51,16 @@ class GgufTensor:
     offset: int
     num_bytes: int
 
+    def rows(self, begin: int, end: int) -> "GgufTensor":
+        """Some rows of a tensor of several dimensions, whose rows are of whole blocks."""
+        count, *row_shape = self.shape
+        assert row_shape
+        assert 0 <= begin <= end <= count
+        row_bytes = self.num_bytes // count
+        shape = (end - begin, *row_shape)
+        offset = self.offset + begin * row_bytes
+        return GgufTensor(shape, self.type, offset, (end - begin) * row_bytes)
+
 
 @dataclass(frozen=True)
 class GgufFile:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from llmbuild.builder.checkpoint.awq import find_awq
@@ -68,7 +69,7 @@ class QuantisedCheckpoint:
         grids = {name: matrix.grid() for name, matrix in self._matrices.items()}
         self.notes = (*notes, *_lost_codes(grids))
         quantised = {
-            name: TensorInfo(matrix.shape, f"int{matrix.bits}", grids[name][0])
+            name: TensorInfo(matrix.shape, f"int{matrix.bits}", grids[name][0], by_rows=False)
             for name, matrix in self._matrices.items()
         }
         self.tensors: Mapping[str, TensorInfo] = plain | quantised
@@ -77,10 +78,17 @@ class QuantisedCheckpoint:
         matrix = self._matrices.get(name)
         return self._stored.read(name) if matrix is None else matrix.values()
 
-    def read_codes(self, name: str) -> QuantisedMatrix:
+    def read_rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.read_rows(name, begin, end)
+        return matrix.values()[begin:end].copy()
+
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
         grid = self.tensors[name].grid
         assert grid is not None
-        return self._matrices[name].matrix(grid)
+        matrix = self._matrices[name].matrix(grid)
+        return matrix.take_rows(np.arange(*rows)) if rows else matrix
 
 
 def _find(

@@ -82,13 +82,18 @@ class SafetensorsCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read(self, name: str) -> NDArray[Any]:
-        info = self.tensors[name]
-        if info.dtype not in READABLE_DTYPES:
-            raise CheckpointError(
-                f"{self._locations[name].path}: tensor {name!r} is stored as {info.dtype}; "
-                f"weights can be read as {', '.join(READABLE_DTYPES)}"
-            )
+        self._require_readable(name)
         return self.read_stored(name)
+
+    def read_rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        self._require_readable(name)
+        info, location = self.tensors[name], self._locations[name]
+        assert 0 <= begin <= end <= info.shape[0]
+        dtype, row_shape = READABLE_DTYPES[info.dtype], info.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        offset = location.offset + begin * row_bytes
+        data = read_bytes(location.path, offset, (end - begin) * row_bytes)
+        return data.view(dtype).reshape(end - begin, *row_shape)
 
     def read_stored(self, name: str) -> NDArray[Any]:
         """A tensor of a readable type, or of signed integers of 8, 32 or 64 bits, as it is."""
@@ -96,6 +101,14 @@ class SafetensorsCheckpoint:
         dtype = (READABLE_DTYPES | _INTEGER_DTYPES)[info.dtype]
         data = read_bytes(location.path, location.offset, location.num_bytes)
         return data.view(dtype).reshape(info.shape)
+
+    def _require_readable(self, name: str) -> None:
+        dtype = self.tensors[name].dtype
+        if dtype not in READABLE_DTYPES:
+            raise CheckpointError(
+                f"{self._locations[name].path}: tensor {name!r} is stored as {dtype}; "
+                f"weights can be read as {', '.join(READABLE_DTYPES)}"
+            )
 
 
 def refuse_pickle(path: Path) -> None:

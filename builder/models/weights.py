@@ -4,11 +4,11 @@ time."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmbuild.builder.checkpoint.base import StoresCodes
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD, Shape, expected_tensors
@@ -21,11 +21,20 @@ from llmbuild.builder.models.families.family import (
     StackedExperts,
     Tensor,
 )
+from llmbuild.builder.models.stored_rows import (
+    RowNumbers,
+    halves_from_pairs,
+    span_of,
+    stored_rows,
+)
 from llmbuild.errors import CheckpointError
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 
 if TYPE_CHECKING:
     from llmbuild.builder.checkpoint import Checkpoint
+
+
+_DIGESTED_ITEMS = 1 << 20  # at a time
 
 
 class _Prefixed:
@@ -40,9 +49,12 @@ class _Prefixed:
     def read(self, name: str) -> Tensor:
         return self._checkpoint.read(name.removeprefix(self._prefix))
 
-    def read_codes(self, name: str) -> QuantisedMatrix:
+    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
+        return self._checkpoint.read_rows(name.removeprefix(self._prefix), begin, end)
+
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
         assert isinstance(self._checkpoint, StoresCodes)
-        return self._checkpoint.read_codes(name.removeprefix(self._prefix))
+        return self._checkpoint.read_codes(name.removeprefix(self._prefix), rows)
 
 
 class ModelWeights:
@@ -63,6 +75,7 @@ class ModelWeights:
         self._sources = family.gguf_names if gguf else family.hf_names
         self._interleaved = config.rope_interleaved or (gguf and family.gguf_permuted_qk)
         self._plus_one = config.norm.plus_one and not (gguf and family.gguf_adds_one)
+        self._known_rows: dict[tuple[str | Part, bool], RowNumbers | None] = {}
         extra = self._copied_head()
         ignored = {
             template.format(l=layer)
@@ -71,62 +84,88 @@ class ModelWeights:
         }
         self._check(ignored | extra)
 
+    def shape(self, name: str) -> Shape:
+        """A tensor's; a tied head has one, too."""
+        return self.names[self._own_name(name)]
+
     def read(self, name: str) -> Tensor:
         """One tensor, row-major, in the type that the checkpoint reads it in."""
         name = self._own_name(name)
         tensor = self._assemble(name)
         if self._is_interleaved(name):
-            tensor = _halves_from_pairs(tensor, self._config)
+            tensor = halves_from_pairs(tensor, self._config)
         if self._plus_one and name.endswith("norm.weight"):
             tensor = tensor.astype(np.float32) + 1
         return tensor
+
+    def has_rows(self, name: str) -> bool:
+        """Whether some rows of a matrix, or some experts of a stack, can be read without the
+        rest."""
+        name = self._own_name(name)
+        dimensions = len(self.names[name])
+        source, _ = self._source(name)
+        if isinstance(source, Experts):
+            return True
+        infos = [self._checkpoint.tensors[stored] for stored in self._stored_shapes(name)]
+        if not all(info.by_rows and len(info.shape) == dimensions for info in infos):
+            return False
+        return dimensions == 3 or (dimensions == 2 and self._stored_rows(name) is not None)
+
+    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
+        """read(name)[begin:end]. Of a tensor that has rows, no more is read than from the first to
+        the last one of them in the checkpoint."""
+        name = self._own_name(name)
+        if not self.has_rows(name):
+            return self.read(name)[begin:end].copy()
+        read_rows, (source, _) = self._checkpoint.read_rows, self._source(name)
+        if isinstance(source, Experts | StackedExperts):
+            experts = range(begin, end)
+            return self._stack(name, source, experts, lambda each: read_rows(each, begin, end))
+        rows = self._stored_rows(name)
+        assert rows is not None
+        first, last, order = span_of(rows[begin:end])
+        stored = read_rows(self._stored_name(name), first, last)
+        return stored if order is None else stored[order]
 
     def stored_grid(self, name: str) -> WeightGrid | None:
         """The grid that the checkpoint has a matrix on; None if it is stored otherwise, or isn't
         made of whole stored rows."""
         name = self._own_name(name)
-        source, layer = self._source(name)
+        source, _ = self._source(name)
         if not isinstance(source, str | Part) or len(self.names[name]) != 2:
             return None
-        template = source if isinstance(source, str) else source.template
-        grid = self._checkpoint.tensors[template.format(l=layer)].grid
+        grid = self._checkpoint.tensors[self._stored_name(name)].grid
         return grid if grid is not None and self._stored_rows(name) is not None else None
 
-    def read_codes(self, name: str) -> QuantisedMatrix:
-        """A matrix that has a stored grid, as it is stored."""
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
+        """A matrix that has a stored grid, as it is stored; or its rows [begin, end)."""
         name = self._own_name(name)
-        source, layer = self._source(name)
-        assert isinstance(source, str | Part)
+        numbers = self._stored_rows(name)
+        assert numbers is not None
         assert isinstance(self._checkpoint, StoresCodes)
-        template = source if isinstance(source, str) else source.template
-        matrix = self._checkpoint.read_codes(template.format(l=layer))
-        rows = self._stored_rows(name)
-        assert rows is not None
-        return matrix.take_rows(rows)
+        stored_name = self._stored_name(name)
+        first, last, order = span_of(numbers[slice(*rows)] if rows else numbers)
+        is_all = last - first == self._checkpoint.tensors[stored_name].shape[0]
+        matrix = self._checkpoint.read_codes(stored_name, None if is_all else (first, last))
+        return matrix if order is None else matrix.take_rows(order)
 
     def _own_name(self, name: str) -> str:
         """A tied head's is the embedding's."""
         return EMBEDDING if name == HEAD and self._config.tie_embeddings else name
 
-    def _stored_rows(self, name: str) -> NDArray[np.intp] | None:
-        """Which rows of the stored matrix a canonical one is, in order: those that its reading
-        takes from a matrix of row numbers. None if it isn't made of whole rows, which a matrix of
-        column numbers shows."""
+    def _stored_name(self, name: str) -> str:
+        """The one stored tensor that a canonical one is in."""
+        (stored,) = self._stored_shapes(name)
+        return stored
+
+    def _stored_rows(self, name: str) -> RowNumbers | None:
+        """Which rows of the stored matrix a canonical one is: the same in every layer."""
         source, _ = self._source(name)
-        stored = source.shape(self._config) if isinstance(source, Part) else self.names[name]
-        row_numbers, column_numbers = np.arange(stored[0])[:, None], np.arange(stored[1])
-
-        def taken(numbers: Tensor) -> Tensor:
-            numbers = np.broadcast_to(numbers, stored)
-            if isinstance(source, Part):
-                numbers = source.take(numbers, self._config)
-            if self._is_interleaved(name):
-                numbers = _halves_from_pairs(numbers, self._config)
-            return numbers
-
-        rows = taken(row_numbers)
-        whole = rows.shape[1] == stored[1] and (rows == rows[:, :1]).all()
-        return rows[:, 0] if whole and (taken(column_numbers) == column_numbers).all() else None
+        assert isinstance(source, str | Part)
+        key = source, self._is_interleaved(name)
+        if key not in self._known_rows:
+            self._known_rows[key] = stored_rows(source, self.names[name], self._config, key[1])
+        return self._known_rows[key]
 
     def _is_interleaved(self, name: str) -> bool:
         return self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj")
@@ -146,31 +185,52 @@ class ModelWeights:
                 return read(source.format(l=layer)).reshape(shape)
             case Part():
                 return source.take(read(source.template.format(l=layer)), self._config)
-            case Experts():
-                parts: list[tuple[int | slice, int, str]] = [
-                    (expert, place, template.format(l=layer, e=expert))
-                    for expert in range(shape[0])
-                    for place, template in enumerate(source.templates)
-                ]
-                return self._stack(shape, parts)
-            case StackedExperts(templates=(template,)):
-                return read(template.format(l=layer)).reshape(shape)
-            case StackedExperts():
-                names = [template.format(l=layer) for template in source.templates]
-                return self._stack(shape, [(slice(None), *part) for part in enumerate(names)])
+            case Experts() | StackedExperts():
+                return self._stack(name, source, range(shape[0]), read)
 
-    def _stack(self, shape: Shape, parts: Sequence[tuple[int | slice, int, str]]) -> Tensor:
-        """A stack of experts made of parts: experts, place and stored tensor, which holds those
-        experts' rows at that place, in rows of its own height. One is held beside the stack."""
-        checkpoint, stack = self._checkpoint, np.empty(0)
-        mixed = len({checkpoint.tensors[name].dtype for _, _, name in parts}) > 1
-        for experts, place, name in parts:
-            part = checkpoint.read(name)
-            if not stack.size:
-                stack = np.empty(shape, np.float32 if mixed else part.dtype)
+    def _stack(
+        self,
+        name: str,
+        source: Experts | StackedExperts,
+        experts: range,
+        read_stacked: Callable[[str], Tensor],
+    ) -> Tensor:
+        """Some experts of a stack. read_stacked: gives theirs of a stored stack."""
+        _, layer = self._source(name)
+        shape = (len(experts), *self.names[name][1:])
+        templates = list(enumerate(source.templates))
+        if isinstance(source, Experts):
+            matrices = [
+                (slice(index, index + 1), place, template.format(l=layer, e=expert))
+                for index, expert in enumerate(experts)
+                for place, template in templates
+            ]
+            return self._put_together(name, shape, matrices, self._checkpoint.read)
+        if len(templates) == 1:
+            return read_stacked(source.templates[0].format(l=layer)).reshape(shape)
+        stacks = [(slice(None), place, template.format(l=layer)) for place, template in templates]
+        return self._put_together(name, shape, stacks, read_stacked)
+
+    def _put_together(
+        self,
+        name: str,
+        shape: Shape,
+        parts: Sequence[tuple[slice, int, str]],
+        read: Callable[[str], Tensor],
+    ) -> Tensor:
+        """Experts made of parts: experts, place and stored tensor, which holds those experts' rows
+        at that place, in rows of its own height. One is held beside the stack."""
+        stored = self._checkpoint.tensors
+        is_mixed = len({stored[each].dtype for each in self._stored_shapes(name)}) > 1
+        stack = None
+        for experts, place, part_name in parts:
+            part = read(part_name)
+            if stack is None:
+                stack = np.empty(shape, np.float32 if is_mixed else part.dtype)
             rows = part.shape[-2]
             stack[experts, place * rows : (place + 1) * rows] = part
             del part
+        assert stack is not None
         return stack
 
     def _stored_shapes(self, name: str) -> dict[str, Shape]:
@@ -202,13 +262,25 @@ class ModelWeights:
             return set()
         if not self._config.tie_embeddings or head not in stored or embedding not in stored:
             return set()
-        if _digest(self._checkpoint.read(head)) != _digest(self._checkpoint.read(embedding)):
+        if self._digest(head) != self._digest(embedding):
             raise CheckpointError(
                 f"The config ties the head to the embedding (tie_word_embeddings is true), but "
                 f"{head} differs from {embedding}. Set tie_word_embeddings to false if the model "
                 "has its own head, or remove the tensor."
             )
         return {head}
+
+    def _digest(self, name: str) -> bytes:
+        """Identifies a stored tensor's values, whatever type they are in, without a whole copy."""
+        info = self._checkpoint.tensors[name]
+        digest = hashlib.sha256(str(info.shape).encode())
+        count = info.shape[0] if info.shape else 0
+        step = max(1, _DIGESTED_ITEMS // max(1, math.prod(info.shape[1:])))
+        step = step if info.by_rows else max(1, count)
+        for begin in range(0, count, step):
+            rows = self._checkpoint.read_rows(name, begin, min(begin + step, count))
+            digest.update(rows.astype(np.float32).tobytes())
+        return digest.digest()
 
     def _is_idle_bias(self, name: str, sources: Mapping[str, Shape]) -> bool:
         """Whether it is a bias that adds nothing, of a quantised linear that has none in the model:
@@ -244,22 +316,3 @@ class ModelWeights:
                 + "; ".join(lists)
                 + ". Check that the config belongs to these files."
             )
-
-
-def _halves_from_pairs(tensor: Tensor, config: DecoderConfig) -> Tensor:
-    """Reorder the turning rows of each head from rotary pairs (0, R/2, 1, R/2 + 1, ...) to halves
-    (0, 1, ...); the rows that don't turn stay."""
-    turning = config.ropes[0].rotary_dim
-    order = np.concatenate(
-        [np.arange(0, turning, 2), np.arange(1, turning, 2), np.arange(turning, config.head_dim)]
-    )
-    heads = tensor.reshape(-1, config.head_dim, *tensor.shape[1:])
-    return np.ascontiguousarray(heads[:, order]).reshape(tensor.shape)
-
-
-def _digest(tensor: Tensor) -> bytes:
-    """Identifies the values, whatever type they are stored in, without a second whole copy."""
-    digest = hashlib.sha256(str(tensor.shape).encode())
-    for row in np.atleast_1d(tensor):
-        digest.update(row.astype(np.float32).tobytes())
-    return digest.digest()

@@ -32,7 +32,8 @@ class Stored:
     def stored_grid(self, name: str) -> WeightGrid | None:
         return Q4_0 if name == "codes" else None
 
-    def read_codes(self, name: str) -> QuantisedMatrix:
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
+        assert rows is None
         self.calls.append(("read_codes", name))
         assert name == "codes"
         return self.matrix

@@ -38,7 +38,7 @@ def test_codes_and_values_are_those_encoded(tmp_path, rows, columns, group_size)
     width = 0 if group_size in (-1, columns) else group_size
     grid = WeightGrid(4, width, False, zero_points=True)
     assert checkpoint.tensors == {
-        "a.q_proj.weight": TensorInfo((rows, columns), "int4", grid),
+        "a.q_proj.weight": TensorInfo((rows, columns), "int4", grid, by_rows=False),
         "norm": TensorInfo((3,), "F32"),
     }
     np.testing.assert_array_equal(checkpoint.read("a.q_proj.weight"), linear.values())

@@ -54,3 +54,55 @@ def test_reading_gguf_holds_one_dequantised_tensor(write_gguf, llama_metadata):
     rise_bytes, total = measured(write_gguf(llama_metadata, embedding | tensors))
     assert total == 0
     assert rise_bytes < 3 * LARGEST_BYTES
+
+
+# A quarter of the columns of a matrix of 64 MB, as ranks of a tensor-parallel engine have them.
+READ_QUARTER = """
+import sys
+from pathlib import Path
+from llmbuild.builder.checkpoint import open_checkpoint
+from llmbuild.builder.stages import growth_bytes
+from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.reader import PlannedReader
+
+class Tensors:
+    def __init__(self, checkpoint):
+        self.read, self.read_rows = checkpoint.read, checkpoint.read_rows
+        self.shape = lambda name: checkpoint.tensors[name].shape
+        self.has_rows = lambda name: checkpoint.tensors[name].by_rows
+
+read = PlannedReader(Tensors(open_checkpoint(Path(sys.argv[1]))), QuantPlan())
+rows, columns = read.shape("large")
+read.read_part("large", [((0, 1),), ((0, 1),)])  # what reading takes whatever the size
+with growth_bytes() as growth:
+    part = read.read_part("large", [((0, rows),), ((columns // 4, columns // 2),)])
+    print(growth(), part.nbytes)
+"""
+
+
+def grown_for_a_quarter(path: Path) -> tuple[int, int]:
+    """By how many bytes resident memory grows at most, and the bytes of the quarter."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ_QUARTER, str(path)], capture_output=True, text=True, check=True
+    )
+    grown, share = map(int, done.stdout.split())
+    return grown, share
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_reading_a_quarter_of_a_safetensors_matrix_holds_little_beside_it(tmp_path):
+    save_file({"large": np.ones((2048, 8192), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    grown_bytes, share_bytes = grown_for_a_quarter(tmp_path)
+    assert share_bytes == 16 << 20
+    assert 0.9 * share_bytes < grown_bytes < share_bytes + (16 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_reading_a_quarter_of_a_gguf_matrix_holds_little_beside_it(write_gguf, llama_metadata):
+    packed = np.zeros((2048, 8192 // 32 * 18), np.uint8)
+    embedding = {"token_embd.weight": np.zeros((10, 32), np.float32)}
+    path = write_gguf(llama_metadata, embedding | {"large": (Type.Q4_0, packed)})
+    grown_bytes, share_bytes = grown_for_a_quarter(path)
+    assert share_bytes == 16 << 20
+    assert 0.9 * share_bytes < grown_bytes < share_bytes + (16 << 20)

@@ -39,7 +39,8 @@ def opened(directory, parts, config, module=NAME, **others):
 
 def check(checkpoint, linear, grid, name=f"{NAME}.weight"):
     """Values, and codes where the grid isn't None."""
-    assert checkpoint.tensors[name] == TensorInfo(linear.codes.shape, f"int{linear.bits}", grid)
+    info = TensorInfo(linear.codes.shape, f"int{linear.bits}", grid, by_rows=False)
+    assert checkpoint.tensors[name] == info
     values = checkpoint.read(name)
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, linear.values())

@@ -47,7 +47,7 @@ def test_codes_and_values_are_those_encoded(
     width = 0 if group_size in (-1, columns) else group_size
     grid = WeightGrid(bits, width, symmetric, zero_points=not symmetric)
     assert checkpoint.tensors == {
-        "a.q_proj.weight": TensorInfo((rows, columns), f"int{bits}", grid),
+        "a.q_proj.weight": TensorInfo((rows, columns), f"int{bits}", grid, by_rows=False),
         "norm": TensorInfo((3,), "F32"),
     }
     values = checkpoint.read("a.q_proj.weight")

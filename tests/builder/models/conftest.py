@@ -19,6 +19,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     grid: None = None
+    by_rows: bool = True
 
 
 @dataclass
@@ -30,6 +31,7 @@ class MemoryCheckpoint:
     format: str = "safetensors"
     notes: tuple[str, ...] = ()
     reads: list[str] = field(default_factory=list)
+    row_reads: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -38,6 +40,10 @@ class MemoryCheckpoint:
     def read(self, name: str) -> np.ndarray:
         self.reads.append(name)
         return self.stored[name]
+
+    def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        self.row_reads.append((name, begin, end))
+        return self.stored[name][begin:end]
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_reading_and_packing_a_stack_holds_it_once_and_one_expert_or_part(
     def packed() -> int:
         values = materialise(step, name, weights.read)
         weight = PackedWeight(name, shape, "fp32", Layout.TILES_OF_16)
-        return sum(part.nbytes for part in pack(weight, values))
+        return sum(part.nbytes for part in pack(weight, [values]))
 
     slack = 1 << 16
     assert _peak_bytes(lambda: weights.read(name)) < stack_bytes + expert_bytes + slack
