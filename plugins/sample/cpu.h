@@ -62,15 +62,21 @@ void best_of_columns(const Worker& worker, const float* logits, Best* parts, int
   }
 }
 
-// The likeliest token of row `row` by all workers' parts, ties to the lowest id. Where the best
-// value isn't finite (NaN, +inf, or -inf alone) it comes as ~id, which is negative.
-inline int32_t best_token(const Best* parts, int workers, int rows, int row) {
+// The best of row `row` by all workers' parts, ties to the lowest id.
+inline Best best_of_parts(const Best* parts, int workers, int rows, int row) {
   Best best{0.0f, -1};
   for (int worker = 0; worker < workers; ++worker) {
     const Best part = parts[int64_t(worker) * rows + row];
     if (part.token < 0) continue;
     if (best.token < 0 || beats(part.value, best.value)) best = part;
   }
+  return best;
+}
+
+// The likeliest token of row `row`. Where the best value isn't finite (NaN, +inf, or -inf alone) it
+// comes as ~id, which is negative.
+inline int32_t best_token(const Best* parts, int workers, int rows, int row) {
+  const Best best = best_of_parts(parts, workers, rows, row);
   return std::isfinite(best.value) ? best.token : ~best.token;
 }
 
