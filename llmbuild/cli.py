@@ -8,7 +8,7 @@ from types import FrameType
 
 import click
 
-from llmbuild.errors import InternalError, UserError
+from llmbuild.errors import InternalError, RankError, UserError
 from llmbuild.version import __version__
 
 _HOMES = {  # of each command, which is imported when it's asked for
@@ -50,8 +50,8 @@ _SYSTEM_LACKS = {
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 the user's to mend (one message), 1 a fault of llmbuild's; 128 and
-    the signal's number where one ended the command."""
+    """Exit codes: 0 done, 2 the user's to mend (one message), 1 a fault of llmbuild's or of a rank;
+    128 and the signal's number where one ended the command."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
             signal.signal(number, _leave)
@@ -59,6 +59,8 @@ def main() -> None:
         cli()
     except UserError as error:
         sys.exit(_fail(str(error), 2))
+    except RankError as error:
+        sys.exit(_fail(str(error), 1))
     except InternalError as error:
         sys.exit(_fail(f"{error}\nThis is a fault of llmbuild.", 1))
     except OSError as error:

@@ -41,3 +41,11 @@ class RequestError(UserError):
 
 class InternalError(LlmbuildError):
     """A fault of llmbuild itself, found by one of its own checks."""
+
+
+class RankError(LlmbuildError):
+    """A rank of an engine is gone, or doesn't answer, in the middle of its work."""
+
+    def __init__(self, rank: int, text: str | None = None) -> None:
+        super().__init__(text or f"rank {rank} is gone or doesn't answer")
+        self.rank = rank

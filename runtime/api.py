@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeGuard, overload
 
 from llmbuild.errors import RequestError, UserError
 from llmbuild.runtime.chat import Message, load_chat_template
+from llmbuild.runtime.executors.open import RANK_TIMEOUT_S, check_rank_timeout, open_executor
 from llmbuild.runtime.kv.manager import KVManager
 from llmbuild.runtime.kv.pool import BlockPool
 from llmbuild.runtime.kv.sizing import choose_num_blocks
@@ -18,7 +19,7 @@ from llmbuild.runtime.loop import Loop, Request, StreamChunk
 from llmbuild.runtime.params import SamplingParams
 from llmbuild.runtime.scheduler import Scheduler
 from llmbuild.runtime.sequence import FinishReason
-from llmbuild.runtime.threads import choose_num_threads, choose_pinning
+from llmbuild.runtime.threads import check_num_threads, check_pinning
 from llmbuild.runtime.tokenizer import load_tokenizer
 
 __all__ = ["LLM", "Completion", "SamplingParams", "Stream", "StreamChunk"]
@@ -62,6 +63,7 @@ class LLM:
         num_threads: int | None = None,
         pin_threads: bool | None = None,
         chunk_tokens: int | None = None,
+        rank_timeout_s: float = RANK_TIMEOUT_S,
     ) -> None:
         """Raises EngineError if the engine is refused, UserError for a bad option.
 
@@ -71,25 +73,33 @@ class LLM:
         pin_threads: whether each keeps to a processor of its own while it computes; by default
         if they are as many as the processors. chunk_tokens: most tokens of one sequence in a
         step; by default the engine's limit.
+
+        An engine of several ranks (docs/parallel.md) has a process for each, and num_threads and
+        the processors are those of one. rank_timeout_s: how long a rank may keep the others
+        waiting before it is given up. Where a launcher has started a process for each rank, this
+        serves rank 0 on all others, and raises SystemExit when that has closed.
         """
         from llmbuild.runtime.engine import opening_engine
 
-        num_threads = choose_num_threads(num_threads)
-        pin_threads = choose_pinning(pin_threads, num_threads)
+        check_num_threads(num_threads)
+        check_pinning(pin_threads)
+        check_rank_timeout(rank_timeout_s)
         if chunk_tokens is not None:
             _check_positive("chunk_tokens", chunk_tokens)
         with opening_engine(Path(engine_dir)) as engine:
-            from llmbuild.runtime.executors.cpu import CpuExecutor
-
             self.manifest = manifest = engine.manifest
             self.num_blocks = choose_num_blocks(manifest, kv_memory, num_blocks)
             self._tokenizer = load_tokenizer(engine.root)
             self._chat_template = load_chat_template(engine.root, self._tokenizer)
-        self._executor = CpuExecutor(engine, self.num_blocks, num_threads, pin_threads)
         manager = KVManager(BlockPool(self.num_blocks), manifest.kv.block_size)
+        scheduler = Scheduler(manifest.limits, manager, chunk_tokens)
+        # Last of what can fail, so that no rank's process is left without an LLM.
+        self._executor = open_executor(
+            *(engine, self.num_blocks, num_threads, pin_threads), rank_timeout_s=rank_timeout_s
+        )
         self._loop = Loop(
             self._executor,
-            Scheduler(manifest.limits, manager, chunk_tokens),
+            scheduler,
             self._tokenizer,
             manifest.vocab_size,
             manifest.buckets,
@@ -100,8 +110,8 @@ class LLM:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV memory that the engine holds, the scratch block included."""
-        return self.num_blocks * self.manifest.kv.block_bytes
+        """Bytes of KV memory that all ranks hold, the scratch block included."""
+        return self.num_blocks * self.manifest.kv_block_bytes
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...

@@ -59,10 +59,6 @@ def _fitting_engine(root: Path, cpuinfo: Path) -> Engine:
     """The engine of a directory whose files aren't looked at yet."""
     manifest = read_manifest(root)
     check_target(manifest.target)
-    if len(manifest.ranks) != 1:
-        raise EngineError(
-            f"the engine has {len(manifest.ranks)} ranks, and this runtime runs engines of 1 rank"
-        )
     return Engine(root, manifest, choose_level(manifest.target, cpuinfo))
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from llmbuild.errors import EngineError
 from llmbuild.runtime.engine import check_files, check_target, choose_level
-from llmbuild.runtime.manifest import KVLayer, Manifest, read_manifest
+from llmbuild.runtime.manifest import KVLayer, Manifest, Rank, Span, read_manifest
 
 Row = tuple[str, str]
 
@@ -54,6 +54,10 @@ def inspect(directory: Path, context_tokens: int | None, as_json: bool) -> None:
         return
     for line in _aligned(_rows(manifest, derived)):
         click.echo(line)
+    if len(manifest.ranks) > 1:
+        click.echo("ranks")
+        for line in _table(_rank_rows(manifest, derived)):
+            click.echo(f"  {line}")
     click.echo("files")
     for line in _aligned(_file_rows(manifest)):
         click.echo(f"  {line}")
@@ -71,8 +75,8 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
         isa_level, refusal = choose_level(manifest.target), None
     except EngineError as error:
         isa_level, refusal = None, str(error)
-    weights_bytes = sum(manifest.files[rank.weights].size_bytes for rank in manifest.ranks)
-    kv_bytes_per_token = manifest.kv.block_bytes // manifest.kv.block_size
+    weights_bytes = _weights_bytes(manifest, manifest.ranks)
+    kv_bytes_per_token = manifest.kv_block_bytes // manifest.kv.block_size
     return Derived(
         runs_here=refusal is None,
         isa_level=isa_level,
@@ -81,10 +85,16 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
         arena_bytes=sum(rank.arena_bytes for rank in manifest.ranks),
         total_bytes=sum(file.size_bytes for file in manifest.files.values()),
         kv_bytes_per_token=kv_bytes_per_token,
-        kv_bytes_per_block=manifest.kv.block_bytes,
+        kv_bytes_per_block=manifest.kv_block_bytes,
         context_tokens=context,
         decode_bytes_per_token=weights_bytes + context * kv_bytes_per_token,
     )
+
+
+def _weights_bytes(manifest: Manifest, ranks: Iterable[Rank]) -> int:
+    """Of some ranks; files that they share count once."""
+    names = {name for rank in ranks for name in (rank.weights, rank.shared_weights) if name}
+    return sum(manifest.files[name].size_bytes for name in names)
 
 
 def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
@@ -110,6 +120,9 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
         f"{limits.max_sequence_length} tokens a sequence, {limits.max_step_tokens} tokens and "
         f"{limits.max_sequences} sequences a step",
     )
+    if len(manifest.ranks) > 1:
+        stages = manifest.parallel
+        yield "parallel", f"{stages.pp} stages of {stages.tp} ranks"
     yield "decode buckets", ", ".join(map(str, manifest.buckets)) or "none"
     kinds = Counter(f"K {_dtypes(layer, 'k')}, V {_dtypes(layer, 'v')}" for layer in kv.layers)
     yield "KV", "; ".join(f"{kind} in {count} layers" for kind, count in kinds.items())
@@ -123,6 +136,36 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
         f"{derived.context_tokens} tokens",
     )
     yield "on disk", _bytes(derived.total_bytes)
+
+
+def _rank_rows(manifest: Manifest, derived: Derived) -> Iterable[list[str]]:
+    """What each rank has of the model, and what it takes; in the end all together."""
+    kinds = ("layers", "query heads", "KV heads", "tokens")
+    yield ["rank", "stage", *kinds, "weights", "arena", f"KV of {manifest.kv.block_size} tokens"]
+    for index, rank in enumerate(manifest.ranks):
+        spans = (rank.layers, rank.heads, rank.kv_heads, rank.tokens)
+        yield [
+            *(str(index), str(rank.stage), *map(_span, spans)),
+            _bytes(_weights_bytes(manifest, [rank])),
+            _bytes(rank.arena_bytes),
+            _bytes(manifest.kv_of(rank).block_bytes),
+        ]
+    kept = (derived.weights_bytes, derived.arena_bytes, derived.kv_bytes_per_block)
+    yield ["all", *[""] * (1 + len(kinds)), *map(_bytes, kept)]
+
+
+def _span(span: Span) -> str:
+    """From the first to the last: 0-14."""
+    return f"{span.first}-{span.end - 1}"
+
+
+def _table(rows: Iterable[list[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _dtypes(layer: KVLayer, kind: str) -> str:

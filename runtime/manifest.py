@@ -12,7 +12,7 @@ import msgspec
 
 from llmbuild.errors import EngineError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
@@ -75,6 +75,15 @@ class KVLayer(Record, frozen=True):
         return f"({' + '.join(runs)})"
 
 
+class Span(Record, frozen=True):
+    first: Bytes
+    count: Count
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
 class KVLayout(Record, frozen=True):
     """Pools lie layer by layer, in a layer run by run, and K's before V's. A pool holds [blocks,
     heads of the run, block_size, head_dim] items; in what order within a head's part of a block is
@@ -96,6 +105,19 @@ class KVLayout(Record, frozen=True):
             for dtype in (run.k_dtype, run.v_dtype)
         )
 
+    def part(self, layers: Span, heads: Span) -> "KVLayout":
+        """The layout of some layers and KV heads alone."""
+        dtypes = [
+            list(zip(layer.k_dtypes, layer.v_dtypes, strict=True))[heads.first : heads.end]
+            for layer in self.layers[layers.first : layers.end]
+        ]
+        return KVLayout(
+            block_size=self.block_size,
+            num_kv_heads=heads.count,
+            head_dim=self.head_dim,
+            layers=[KVLayer.of_heads(each) for each in dtypes],
+        )
+
     def head_block_bytes(self, dtype: str) -> int:
         """Bytes of one block of one head's K or V."""
         item_bytes = -(-self.block_size * self.head_dim * KV_ITEM_BITS[dtype] // 8)
@@ -111,9 +133,27 @@ class Target(Record, frozen=True):
     compiler_flags: dict[str, list[str]]  # by ISA level
 
 
+class Parallel(Record, frozen=True):
+    """tp ranks share each layer, and pp stages, of tp ranks each, share the layers. Rank
+    stage * tp + tp_rank is `ranks`' entry of that index; rank 0 schedules."""
+
+    tp: Count
+    pp: Count
+
+
 class Rank(Record, frozen=True):
+    """A shard of the model: each span is of the whole model's. A rank of the first stage has its
+    tokens' rows of the embedding, one of the last stage their logits."""
+
+    stage: Bytes
+    tp_rank: Bytes
+    layers: Span
+    heads: Span  # of queries
+    kv_heads: Span  # those that the heads read; ranks of a tensor-parallel group may share some
+    tokens: Span
     executables: dict[str, str]  # ISA level -> path inside the engine
     weights: str  # path inside the engine
+    shared_weights: str | None  # the same, of those that other ranks have as well
     arena_bytes: Bytes  # activations of the largest step
 
 
@@ -154,9 +194,25 @@ class Manifest(Record, frozen=True):
     limits: Limits
     buckets: list[Count]  # decode batch sizes compiled ahead of time, ascending
     kv: KVLayout
-    ranks: list[Rank]
+    parallel: Parallel
+    ranks: list[Rank]  # stage by stage
     files: dict[str, File]  # every file of the engine but the manifest, by relative path
     digest: str = ""  # sha256 of the manifest's encoding while this is empty; `seal` fills it in
+
+    def kv_of(self, rank: Rank) -> KVLayout:
+        """What a rank holds of the KV cache."""
+        return self.kv.part(rank.layers, rank.kv_heads)
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block on all ranks together."""
+        return sum(self.kv_of(rank).block_bytes for rank in self.ranks)
+
+    def step_shape_of(self, rank: Rank) -> str:
+        """step_shape of a rank's executable."""
+        num_logits = rank.tokens.count if rank.stage == self.parallel.pp - 1 else 0
+        kv, arena_bytes = self.kv_of(rank), rank.arena_bytes
+        return step_shape(self.limits, kv, num_logits, arena_bytes, rank.stage, self.parallel)
 
     @property
     def quantised_kinds(self) -> dict[str, int]:
@@ -164,16 +220,26 @@ class Manifest(Record, frozen=True):
         return dict(Counter(tensor.describe() for tensor in self.quantised.values()))
 
 
-def step_shape(limits: Limits, kv: KVLayout, vocab_size: int, arena_bytes: int) -> str:
+ALONE = Parallel(tp=1, pp=1)
+
+
+def step_shape(
+    limits: Limits,
+    kv: KVLayout,
+    num_logits: int,
+    arena_bytes: int,
+    stage: int = 0,
+    parallel: Parallel = ALONE,
+) -> str:
     """All that a caller of an executable has to know of its steps, in one line. An executable
     carries the line that it was compiled for, and runs under no manifest with another."""
     kinds = groupby(layer.describe() for layer in kv.layers)
     runs = [f"{len(list(run))} layers {kind}" for kind, run in kinds]
     return (
         f"steps of {limits.max_step_tokens} tokens, {limits.max_sequences} sequences of "
-        f"{limits.max_sequence_length}, {vocab_size} logits, {arena_bytes} bytes of activations; "
+        f"{limits.max_sequence_length}, {num_logits} logits, {arena_bytes} bytes of activations; "
         f"KV blocks of {kv.block_size} tokens, {kv.num_kv_heads} heads of {kv.head_dim}, "
-        f"{', '.join(runs)}"
+        f"{', '.join(runs)}; stage {stage} of {parallel.pp}, {parallel.tp} ranks each"
     )
 
 
@@ -259,6 +325,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
             (f"the levels of rank {index}", levels, "target.isa_levels", sorted(target.isa_levels))
         )
     faults = [f"{a} {x!r}, but {b} {y!r}" for a, x, b, y in same if x != y]
+    faults += _rank_contradictions(manifest)
 
     runs = [run for layer in kv.layers for run in layer.heads]
     dtypes = {dtype for run in runs for dtype in (run.k_dtype, run.v_dtype)}
@@ -286,7 +353,47 @@ def _contradictions(manifest: Manifest) -> list[str]:
     needed = {*TOKENIZER_FILES}
     for rank in manifest.ranks:
         needed |= {rank.weights, *rank.executables.values()}
+        needed |= set() if rank.shared_weights is None else {rank.shared_weights}
     faults += [f"files lacks {name!r}" for name in sorted(needed - {*manifest.files})]
     if MANIFEST_NAME in manifest.files:
         faults.append(f"files lists {MANIFEST_NAME} itself")
     return faults
+
+
+def _rank_contradictions(manifest: Manifest) -> list[str]:
+    """Ranks that aren't a whole model together."""
+    tp, pp, ranks = manifest.parallel.tp, manifest.parallel.pp, manifest.ranks
+    if len(ranks) != tp * pp:
+        return [f"{len(ranks)} ranks, but parallel.tp {tp} and parallel.pp {pp}"]
+    faults = [
+        f"rank {index} is stage {rank.stage}, tp_rank {rank.tp_rank} of {pp} stages of {tp} ranks"
+        for index, rank in enumerate(ranks)
+        if (rank.stage, rank.tp_rank) != divmod(index, tp)
+    ]
+    num_heads = manifest.model.get("num_heads")
+    layers, stages = len(manifest.kv.layers), ranks[::tp]
+    faults += _cover_faults("layers of the stages", [rank.layers for rank in stages], layers)
+    for rank in stages:
+        group = ranks[rank.stage * tp : (rank.stage + 1) * tp]
+        where = f"of stage {rank.stage}'s ranks"
+        if any(each.layers != rank.layers for each in group):
+            faults.append(f"layers {where} differ")
+        faults += _cover_faults(f"heads {where}", [each.heads for each in group], num_heads)
+        tokens = [each.tokens for each in group]
+        faults += _cover_faults(f"tokens {where}", tokens, manifest.vocab_size)
+        most = manifest.kv.num_kv_heads
+        faults += [
+            f"KV heads up to {each.kv_heads.end} {where}, but kv.num_kv_heads {most}"
+            for each in group
+            if each.kv_heads.end > most
+        ]
+    return faults
+
+
+def _cover_faults(what: str, spans: list[Span], total: object) -> list[str]:
+    """Unless the spans, one after the other, are all of `total`."""
+    firsts, ends = [span.first for span in spans], [span.end for span in spans]
+    if firsts == [0, *ends[:-1]] and ends[-1] == total:
+        return []
+    shown = ", ".join(f"{span.first} to {span.end}" for span in spans)
+    return [f"{what} are {shown}, but the model has {total}"]

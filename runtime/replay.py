@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.engine import Engine
-from llmbuild.runtime.executors.cpu import CpuExecutor
+from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.manifest import Manifest
 
 STEPS_FILE = "verify.npz"  # inside the engine; without pickles
+RANK_TIMEOUT_S = 1800.0  # for the largest step of a large model on few processors
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,16 @@ def load_steps(path: Path) -> VerificationSteps:
         )
 
 
-def replay(engine: Engine, steps: VerificationSteps, num_threads: int) -> list[NDArray[np.float32]]:
-    """The engine's logits [R, vocab] of each step."""
-    executor = CpuExecutor(engine, steps.num_blocks, num_threads)
+def replay(
+    engine: Engine, steps: VerificationSteps, num_threads: int | None = None
+) -> list[NDArray[np.float32]]:
+    """The engine's logits [R, vocab] of each step. num_threads: of each rank, by default the
+    processors that it may use."""
+    executor = open_executor(
+        *(engine, steps.num_blocks, num_threads),
+        pin_threads=False,
+        rank_timeout_s=RANK_TIMEOUT_S,
+    )
     try:
         return [executor.step(batch) for batch in steps.batches]
     finally:

@@ -14,14 +14,10 @@ def choose_num_threads(num_threads: int | None) -> int:
     Raises UserError for what isn't a whole number from 1 to MAX_THREADS; says on standard error
     when there are more threads than processors.
     """
+    check_num_threads(num_threads)
     available = num_processors()
     if num_threads is None:
         return available
-    is_int = isinstance(num_threads, int) and not isinstance(num_threads, bool)
-    if not is_int or not 1 <= num_threads <= MAX_THREADS:
-        raise UserError(
-            f"num_threads is {num_threads!r}; it must be a whole number >= 1 and <= {MAX_THREADS}"
-        )
     if num_threads > available:
         print(
             f"Warning: num_threads is {num_threads}, but this process may use {available} "
@@ -38,11 +34,23 @@ def choose_pinning(pin_threads: bool | None, num_threads: int) -> bool:
     system never puts two on one. Of fewer it does not, as others that pin theirs would choose the
     same processors.
     """
-    if pin_threads is None:
-        return num_threads == num_processors()
-    if not isinstance(pin_threads, bool):
+    check_pinning(pin_threads)
+    return num_threads == num_processors() if pin_threads is None else pin_threads
+
+
+def check_num_threads(num_threads: int | None) -> None:
+    """Raises UserError for what isn't a whole number from 1 to MAX_THREADS, or None."""
+    is_int = isinstance(num_threads, int) and not isinstance(num_threads, bool)
+    if num_threads is not None and not (is_int and 1 <= num_threads <= MAX_THREADS):
+        raise UserError(
+            f"num_threads is {num_threads!r}; it must be a whole number >= 1 and <= {MAX_THREADS}"
+        )
+
+
+def check_pinning(pin_threads: bool | None) -> None:
+    """Raises UserError for what is neither a choice nor None."""
+    if pin_threads is not None and not isinstance(pin_threads, bool):
         raise UserError(f"pin_threads is {pin_threads!r}; it must be True, False or None")
-    return pin_threads
 
 
 def num_processors() -> int:

@@ -16,12 +16,11 @@ def verify_command(engine_dir: Path) -> None:
     """
     from llmbuild.runtime.engine import open_engine
     from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
-    from llmbuild.runtime.threads import choose_num_threads
 
     engine = open_engine(engine_dir)
     click.echo(f"{len(engine.manifest.files)} files are as published; runs as {engine.isa_level}")
     steps = load_steps(engine_dir / STEPS_FILE)
-    logits = replay(engine, steps, choose_num_threads(None))
+    logits = replay(engine, steps)
     worst = 0.0
     for batch, got, want in zip(steps.batches, logits, steps.logits, strict=True):
         difference = relative_difference(got[:, steps.columns], want)

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llmbuild.builder.compile import compile
 
+# For manifests.py; last, as folders here have names of packages.
+sys.path.append(str(Path(__file__).parent))
+
 # A shared machine's timing says nothing about a property; a failure prints how to repeat it.
 hypothesis.settings.register_profile("llmbuild", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("llmbuild")

@@ -22,9 +22,8 @@ from llmbuild.quant.evaluation.windows import (
 from llmbuild.runtime.batch import Int32Array
 from llmbuild.runtime.engine import Engine, open_engine
 from llmbuild.runtime.executors import Executor
-from llmbuild.runtime.executors.cpu import CpuExecutor
+from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.manifest import Limits
-from llmbuild.runtime.threads import choose_num_threads
 from llmbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -91,7 +90,7 @@ def compare_engines(
 ) -> CompareResult:
     """Open both engines, run both over the windows of the UTF-8 text in a file, and close them.
 
-    num_threads: by default the processors that this process may use. Raises UserError for what
+    num_threads: of each rank, by default the processors that it may use. Raises UserError for what
     can't be used or compared, EngineError for a refused engine.
     """
     started_s = time.perf_counter()
@@ -100,7 +99,6 @@ def compare_engines(
     check_context(reference.manifest, context)
     tokens = _same_windows(engine, reference, text_path, context, windows)
     limits = _common_limits(engine.manifest.limits, reference.manifest.limits)
-    num_threads = choose_num_threads(num_threads)
     with ExitStack() as opened:
         ours, theirs = (
             _contestant(each, limits, tokens.shape, num_threads, opened)
@@ -162,12 +160,16 @@ def _same_windows(
 
 
 def _contestant(
-    engine: Engine, limits: Limits, shape: tuple[int, ...], num_threads: int, opened: ExitStack
+    engine: Engine,
+    limits: Limits,
+    shape: tuple[int, ...],
+    num_threads: int | None,
+    opened: ExitStack,
 ) -> Contestant:
     """Loads the engine; closed with `opened`. shape: windows and tokens of each."""
     block_size = engine.manifest.kv.block_size
     slots = slots_for(limits, block_size, shape)
-    executor = CpuExecutor(engine, slots.num_blocks, num_threads)
+    executor = open_executor(engine, slots.num_blocks, num_threads, pin_threads=False)
     opened.callback(executor.close)
     return Contestant(executor, block_size, slots)
 

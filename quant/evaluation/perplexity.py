@@ -19,9 +19,8 @@ from llmbuild.quant.evaluation.windows import (
 from llmbuild.runtime.batch import Int32Array
 from llmbuild.runtime.engine import open_engine
 from llmbuild.runtime.executors import Executor
-from llmbuild.runtime.executors.cpu import CpuExecutor
+from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.manifest import Manifest
-from llmbuild.runtime.threads import choose_num_threads
 from llmbuild.runtime.tokenizer import load_tokenizer
 
 
@@ -47,7 +46,7 @@ def measure_perplexity(
     """Open an engine, measure its perplexity over the first `windows` windows of the UTF-8 text
     in a file, and close it.
 
-    num_threads: by default the processors that this process may use. Raises UserError for what
+    num_threads: of each rank, by default the processors that it may use. Raises UserError for what
     can't be used, EngineError for a refused engine.
     """
     engine = open_engine(engine_dir)
@@ -56,8 +55,8 @@ def measure_perplexity(
     tokenizer = load_tokenizer(engine.root)
     tokens = read_windows(tokenizer, manifest.vocab_size, text_path, context, windows)
     slots = slots_for(manifest.limits, manifest.kv.block_size, tokens.shape)
-    num_threads = choose_num_threads(num_threads)
-    with closing(CpuExecutor(engine, slots.num_blocks, num_threads)) as executor:
+    executor = open_executor(engine, slots.num_blocks, num_threads, pin_threads=False)
+    with closing(executor):
         return perplexity(executor, manifest, slots, tokens)
 
 

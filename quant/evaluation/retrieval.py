@@ -28,9 +28,8 @@ from llmbuild.quant.evaluation.likelihood import target_log_probabilities
 from llmbuild.quant.evaluation.steps import KnownSequence, blocks_for, run
 from llmbuild.runtime.engine import open_engine
 from llmbuild.runtime.executors import Executor
-from llmbuild.runtime.executors.cpu import CpuExecutor
+from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.manifest import SCRATCH_BLOCK, Manifest
-from llmbuild.runtime.threads import choose_num_threads
 from llmbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -102,7 +101,7 @@ def measure_retrieval(
     texts = {context: make_texts(tokenizer, context, samples, seed) for context in contexts}
     block_size = manifest.kv.block_size
     num_blocks = max(lay_out(t, block_size).num_blocks for each in texts.values() for t in each)
-    with closing(CpuExecutor(engine, num_blocks, choose_num_threads(num_threads))) as executor:
+    with closing(open_executor(engine, num_blocks, num_threads, pin_threads=False)) as executor:
         answered = {
             context: [answer(executor, manifest, text) for text in texts[context]]
             for context in contexts

@@ -50,7 +50,7 @@ def choose_num_blocks(
             f"kv_memory={kv_memory!r} and num_blocks={num_blocks!r} both state the size of the "
             "KV memory; give one of them"
         )
-    block_bytes = manifest.kv.block_bytes
+    block_bytes = manifest.kv_block_bytes  # on all ranks together
     if num_blocks is not None:
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool):
             raise UserError(f"num_blocks: {num_blocks!r} isn't a whole number")

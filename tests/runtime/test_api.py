@@ -10,19 +10,35 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from manifests import whole_rank
 
 from llmbuild.errors import RequestError, UserError
 from llmbuild.runtime.api import LLM
 from llmbuild.runtime.loop import MAX_STEPS
-from llmbuild.runtime.manifest import File, KVLayer, KVLayout, Limits, Manifest, Rank, Target
+from llmbuild.runtime.manifest import (
+    ALONE,
+    SCHEMA_VERSION,
+    File,
+    KVLayer,
+    KVLayout,
+    Limits,
+    Manifest,
+    Target,
+)
 from llmbuild.runtime.params import SamplingParams
 
 VOCAB = 300
 BLOCK_SIZE = 4
 BLOCK_BYTES = 4 * 3 * 2 * (4 + 4)  # positions x heads x head_dim x (K + V)
 
+KV = KVLayout(
+    block_size=BLOCK_SIZE,
+    num_kv_heads=3,
+    head_dim=2,
+    layers=[KVLayer.of_heads([("fp32", "fp32")] * 3)],
+)
 MANIFEST = Manifest(
-    schema_version=3,
+    schema_version=SCHEMA_VERSION,
     llmbuild_version="0",
     name="fake",
     model={},
@@ -32,13 +48,9 @@ MANIFEST = Manifest(
     target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
     limits=Limits(max_sequence_length=48, max_step_tokens=16, max_sequences=3),
     buckets=[1, 2, 4],
-    kv=KVLayout(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=3,
-        head_dim=2,
-        layers=[KVLayer.of_heads([("fp32", "fp32")] * 3)],
-    ),
-    ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
+    kv=KV,
+    parallel=ALONE,
+    ranks=[whole_rank(KV, VOCAB)],
     files={"w": File(sha256="", size_bytes=0)},
 )
 GREEDY = SamplingParams(max_tokens=20)
@@ -337,6 +349,9 @@ def test_kv_bytes_state_the_memory(open_llm):
         {"num_threads": 1.5},
         {"pin_threads": 1},
         {"chunk_tokens": 0},
+        {"rank_timeout_s": 0},
+        {"rank_timeout_s": float("nan")},
+        {"rank_timeout_s": "60"},
     ],
 )
 def test_bad_option_is_refused(open_llm, options):

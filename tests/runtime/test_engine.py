@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from llmbuild.runtime import verified
 from llmbuild.runtime.engine import Engine, open_engine, opening_engine, sha256
 from llmbuild.runtime.inspect_cli import inspect
 from llmbuild.runtime.isa import LEVELS
-from llmbuild.runtime.manifest import Manifest, encode, seal
+from llmbuild.runtime.manifest import SCHEMA_VERSION, Manifest, encode, seal
 
 LEVEL_NAMES = ["x86-64-v4", "x86-64-v3", "x86-64"]
 EXECUTABLES = {level: f"rank0/engine-{level}.so" for level in LEVEL_NAMES}
@@ -65,7 +66,7 @@ def root(tmp_path: Path) -> Path:
 def write_manifest(root: Path, **changes: Any) -> None:
     """Writes the manifest of CONTENTS, sealed, with some of its fields changed."""
     value: dict[str, Any] = {
-        "schema_version": 3,
+        "schema_version": SCHEMA_VERSION,
         "llmbuild_version": "0.0.7",
         "name": "tiny",
         "model": {
@@ -89,6 +90,7 @@ def write_manifest(root: Path, **changes: Any) -> None:
             "head_dim": 14,
             "layers": [{"heads": [{"num_heads": 2, "k_dtype": "bf16", "v_dtype": "bf16"}]}] * 3,
         },
+        "parallel": {"tp": 1, "pp": 1},
         "ranks": ranks(LEVEL_NAMES),
         "files": {
             name: {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
@@ -111,7 +113,40 @@ def target(levels: list[str], kind: str = "cpu", machine: str = "x86_64") -> dic
 
 def ranks(levels: list[str]) -> list[dict[str, Any]]:
     code = {level: EXECUTABLES.get(level, "rank0/engine-x86-64.so") for level in levels}
-    return [{"executables": code, "weights": "rank0/weights.safetensors", "arena_bytes": 4096}]
+    return [
+        {
+            "stage": 0,
+            "tp_rank": 0,
+            "layers": {"first": 0, "count": 3},
+            "heads": {"first": 0, "count": 6},
+            "kv_heads": {"first": 0, "count": 2},
+            "tokens": {"first": 0, "count": 97},
+            "executables": code,
+            "weights": "rank0/weights.safetensors",
+            "shared_weights": None,
+            "arena_bytes": 4096,
+        }
+    ]
+
+
+def ranks_of_two_stages(levels: list[str]) -> list[dict[str, Any]]:
+    """Two ranks with 4 and 2 heads in each stage, of 2 layers and 1; each stage's have one table
+    in common."""
+    [whole] = ranks(levels)
+    heads = [({"first": 0, "count": 4}, {"first": 0, "count": 2}, {"first": 0, "count": 49})]
+    heads += [({"first": 4, "count": 2}, {"first": 1, "count": 1}, {"first": 49, "count": 48})]
+    return [
+        whole
+        | {
+            "stage": stage,
+            "tp_rank": tp_rank,
+            "layers": layers,
+            "shared_weights": "graph/step.onnx",
+        }
+        | dict(zip(("heads", "kv_heads", "tokens"), heads[tp_rank], strict=True))
+        for stage, layers in enumerate(({"first": 0, "count": 2}, {"first": 2, "count": 1}))
+        for tp_rank in range(2)
+    ]
 
 
 def refusal(root: Path, cpuinfo: Path) -> str:
@@ -251,11 +286,9 @@ def test_a_level_of_the_future_is_refused_by_name(root: Path, cpuinfo: Path) -> 
     assert "x86-64-v9 isn't known to this runtime" in refusal(root, cpuinfo)
 
 
-def test_an_engine_of_several_ranks_is_refused(root: Path, cpuinfo: Path) -> None:
-    write_manifest(root, ranks=2 * ranks(LEVEL_NAMES))
-    text = refusal(root, cpuinfo)
-    assert "has 2 ranks" in text
-    assert "engines of 1 rank" in text
+def test_an_engine_of_several_ranks_opens(root: Path, cpuinfo: Path) -> None:
+    write_manifest(root, parallel={"tp": 2, "pp": 2}, ranks=ranks_of_two_stages(LEVEL_NAMES))
+    assert len(open_engine(root, cpuinfo).manifest.ranks) == 4
 
 
 def test_the_processor_is_asked_before_the_files_are_read(root: Path, tmp_path: Path) -> None:
@@ -409,6 +442,32 @@ def test_inspect_counts_layers_by_what_they_keep_of_keys_and_values(root: Path) 
     derived = json.loads(run_inspect(str(root), "--json"))["derived"]
     key, int4, fp32 = 14 + 4, 7 + 4, 14 * 4
     assert derived["kv_bytes_per_token"] == 2 * (key + int4) + 2 * (2 * key + int4 + fp32)
+
+
+def test_inspect_tells_what_each_rank_has_and_sums_it_up(root: Path) -> None:
+    assert "ranks" not in run_inspect(str(root)).splitlines()
+    write_manifest(root, parallel={"tp": 2, "pp": 2}, ranks=ranks_of_two_stages(LEVEL_NAMES))
+    told = run_inspect(str(root))
+    lines = told.splitlines()
+    [title, *rows] = lines[lines.index("ranks") + 1 : lines.index("files")]
+    assert "2 stages of 2 ranks" in told
+    weights = f"{256 * 2053 + 1:,} bytes"  # the file of its own and the common one
+    spans = [("0-1", "0-3", "0-1", "0-48"), ("0-1", "4-5", "1-1", "49-96")]
+    spans += [("2-2", "0-3", "0-1", "0-48"), ("2-2", "4-5", "1-1", "49-96")]
+    kv_bytes = [layers * heads * 16 * 14 * 2 * 2 for layers in (2, 1) for heads in (2, 1)]
+    for rank, (row, own, kv) in enumerate(zip(rows, spans, kv_bytes, strict=False)):
+        cells = re.split(r"  +", row.strip())
+        assert cells == [str(rank), str(rank // 2), *own, weights, "4,096 bytes", f"{kv:,} bytes"]
+    # Here all have one file and share another.
+    assert re.split(r"  +", rows[-1].strip()) == [
+        *("all", weights, "16,384 bytes", f"{sum(kv_bytes):,} bytes")
+    ]
+    names = ["rank", "stage", "layers", "query heads", "KV heads", "tokens", "weights", "arena"]
+    assert re.split(r"  +", title.strip()) == [*names, "KV of 16 tokens"]
+    derived = json.loads(run_inspect(str(root), "--json"))["derived"]
+    assert derived["weights_bytes"] == 256 * 2053 + 1
+    assert derived["kv_bytes_per_block"] == sum(kv_bytes)
+    assert derived["arena_bytes"] == 4 * 4096
 
 
 def test_inspect_shows_an_engine_for_another_machine(root: Path) -> None:

@@ -31,12 +31,13 @@ def content() -> Content:
     names = ["rank0/v3.so", "rank0/base.so", "rank0/weights.safetensors"]
     names += ["tokenizer.json", "generation_config.json"]
     return {
-        "schema_version": 3,
+        "schema_version": SCHEMA_VERSION,
         "llmbuild_version": "0.1.0",
         "name": "tiny \u00e9",
         "model": {
             "family": "llama",
             "num_layers": 3,
+            "num_heads": 6,
             "num_kv_heads": 2,
             "head_dim": 14,
             "vocab_size": 97,
@@ -61,15 +62,43 @@ def content() -> Content:
             "head_dim": 14,
             "layers": [{"heads": [{"num_heads": 2, "k_dtype": "bf16", "v_dtype": "fp32"}]}] * 3,
         },
+        "parallel": {"tp": 1, "pp": 1},
         "ranks": [
             {
+                "stage": 0,
+                "tp_rank": 0,
+                "layers": {"first": 0, "count": 3},
+                "heads": {"first": 0, "count": 6},
+                "kv_heads": {"first": 0, "count": 2},
+                "tokens": {"first": 0, "count": 97},
                 "executables": {"x86-64-v3": "rank0/v3.so", "x86-64": "rank0/base.so"},
                 "weights": "rank0/weights.safetensors",
+                "shared_weights": None,
                 "arena_bytes": 4096,
             }
         ],
         "files": {name: {"sha256": "0" * 64, "size_bytes": 7} for name in names},
     }
+
+
+def of_ranks() -> Content:
+    """The same for 2 stages, of 2 layers and 1, each of 2 ranks, with 4 heads and 2."""
+    value = content()
+    value["parallel"] = {"tp": 2, "pp": 2}
+    [whole] = value["ranks"]
+    parts = [(0, 4, 0, 2, 0, 49), (4, 2, 1, 1, 49, 48)]
+    value["ranks"] = [
+        whole
+        | {"stage": stage, "tp_rank": tp_rank, "layers": span(*layers)}
+        | {"heads": span(*part[:2]), "kv_heads": span(*part[2:4]), "tokens": span(*part[4:])}
+        for stage, layers in enumerate([(0, 2), (2, 1)])
+        for tp_rank, part in enumerate(parts)
+    ]
+    return value
+
+
+def span(first: int, count: int) -> dict[str, int]:
+    return {"first": first, "count": count}
 
 
 def sealed(value: Content) -> bytes:
@@ -146,7 +175,7 @@ def test_another_schema_version_is_refused_with_both_named(tmp_path: Path, versi
 
 
 @pytest.mark.parametrize(
-    "raw", [b"{", b"[1]", b"null", b'{"schema_version": 3}', b"\xff\xfe", b"[" * 10**6]
+    "raw", [b"{", b"[1]", b"null", b'{"schema_version": 4}', b"\xff\xfe", b"[" * 10**6]
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, raw: bytes) -> None:
     refusal(tmp_path, raw)
@@ -272,6 +301,102 @@ def test_a_sealed_manifest_at_odds_with_itself_is_refused(
     assert [part for part in named if part not in text] == []
 
 
+def test_a_manifest_of_several_ranks_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(sealed(of_ranks()))
+    read = json.loads(encode(read_manifest(tmp_path)))
+    assert len(read.pop("digest")) == 64
+    assert read == of_ranks()
+
+
+def missing_rank(value: Content) -> None:
+    value["ranks"].pop()
+
+
+def swapped_ranks(value: Content) -> None:
+    ranks = value["ranks"]
+    ranks[1], ranks[2] = ranks[2], ranks[1]
+
+
+def gap_between_stages(value: Content) -> None:
+    for rank in value["ranks"][:2]:
+        rank["layers"] = span(0, 1)
+
+
+def layers_past_the_last(value: Content) -> None:
+    for rank in value["ranks"][2:]:
+        rank["layers"] = span(2, 2)
+
+
+def layers_that_differ_in_a_stage(value: Content) -> None:
+    value["ranks"][3]["layers"] = span(1, 2)
+
+
+def heads_that_two_ranks_have(value: Content) -> None:
+    value["ranks"][3]["heads"] = span(3, 3)
+
+
+def heads_that_no_rank_has(value: Content) -> None:
+    value["ranks"][1]["heads"] = span(4, 1)
+
+
+def tokens_that_no_rank_has(value: Content) -> None:
+    value["ranks"][2]["tokens"] = span(1, 48)
+
+
+def kv_head_past_the_last(value: Content) -> None:
+    value["ranks"][3]["kv_heads"] = span(1, 2)
+
+
+def unlisted_shared_weights(value: Content) -> None:
+    value["ranks"][2]["shared_weights"] = "stage1/shared.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (missing_rank, ["3 ranks", "parallel.tp 2", "parallel.pp 2"]),
+        (swapped_ranks, ["rank 1 is stage 1, tp_rank 0", "rank 2 is stage 0, tp_rank 1"]),
+        (gap_between_stages, ["layers of the stages are 0 to 1, 2 to 3", "the model has 3"]),
+        (layers_past_the_last, ["layers of the stages are 0 to 2, 2 to 4", "the model has 3"]),
+        (layers_that_differ_in_a_stage, ["layers of stage 1's ranks differ"]),
+        (heads_that_two_ranks_have, ["heads of stage 1's ranks are 0 to 4, 3 to 6", "has 6"]),
+        (heads_that_no_rank_has, ["heads of stage 0's ranks are 0 to 4, 4 to 5", "has 6"]),
+        (tokens_that_no_rank_has, ["tokens of stage 1's ranks are 1 to 49, 49 to 97", "has 97"]),
+        (kv_head_past_the_last, ["KV heads up to 3 of stage 1's ranks", "kv.num_kv_heads 2"]),
+        (unlisted_shared_weights, ["files lacks 'stage1/shared.safetensors'"]),
+    ],
+)
+def test_ranks_that_are_no_whole_model_are_refused(
+    tmp_path: Path, change: Callable[[Content], None], named: list[str]
+) -> None:
+    value = of_ranks()
+    change(value)
+    text = refusal(tmp_path, sealed(value))
+    assert "contradicts itself" in text
+    assert [part for part in named if part not in text] == []
+
+
+def test_a_rank_holds_the_kv_of_its_layers_and_heads() -> None:
+    value = of_ranks()
+    runs = [{"num_heads": 1, "k_dtype": k, "v_dtype": "bf16"} for k in ("int8", "fp32")]
+    value["kv"]["layers"][1] = {"heads": runs}
+    manifest = msgspec.convert(value, Manifest)
+    held = [[layer.describe() for layer in manifest.kv_of(rank).layers] for rank in manifest.ranks]
+    both = "(1 heads int8/bf16 + 1 heads fp32/bf16)"
+    assert held == [["bf16/fp32", both], ["bf16/fp32", "fp32/bf16"], ["bf16/fp32"], ["bf16/fp32"]]
+    plain, int8, fp32 = 16 * 14 * (2 + 4), 16 * (14 + 4 + 14 * 2), 16 * 14 * (4 + 2)
+    first_stage = 2 * plain + int8 + fp32 + plain + fp32
+    assert manifest.kv_block_bytes == first_stage + 3 * plain
+
+
+def test_the_step_shape_tells_ranks_apart_that_do_other_work() -> None:
+    manifest = msgspec.convert(of_ranks(), Manifest)
+    shapes = [manifest.step_shape_of(rank) for rank in manifest.ranks]
+    assert len({*shapes}) == 4
+    alone = msgspec.convert(content(), Manifest)
+    assert alone.step_shape_of(alone.ranks[0]).endswith("; stage 0 of 1, 1 ranks each")
+
+
 def test_a_path_that_is_no_engine_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder" / "manifest.json").mkdir(parents=True)
@@ -331,9 +456,7 @@ def test_the_step_shape_tells_every_layers_kv_dtypes_apart() -> None:
     layers = ([plain, plain, mixed], [plain, mixed, plain], [plain, plain, swapped], [plain] * 3)
     shapes = [step_shape(limits, layout(4, *each), 9, 64) for each in layers]
     assert len({*shapes}) == 4
-    assert shapes[0].endswith(
-        "2 layers int8/int4, 1 layers (1 heads int8/int4 + 2 heads bf16/int4)"
-    )
+    assert "2 layers int8/int4, 1 layers (1 heads int8/int4 + 2 heads bf16/int4);" in shapes[0]
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import whole_rank
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.manifest import (
+    ALONE,
     SCHEMA_VERSION,
     File,
     KVLayout,
     Limits,
     Manifest,
-    Rank,
     Target,
 )
 from llmbuild.runtime.tokenizer import GenerationConfig, Tokenizer
@@ -96,6 +97,7 @@ def make_manifest() -> Callable[..., Manifest]:
     def make(*, block_size: int = 4, **limits: Any) -> Manifest:
         defaults = {"max_sequence_length": 64, "max_step_tokens": 40, "max_sequences": 3}
         target = Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={})
+        kv = KVLayout(block_size=block_size, num_kv_heads=1, head_dim=1, layers=[])
         return Manifest(
             schema_version=SCHEMA_VERSION,
             llmbuild_version="0",
@@ -107,8 +109,9 @@ def make_manifest() -> Callable[..., Manifest]:
             target=target,
             limits=Limits(**(defaults | limits)),
             buckets=[1],
-            kv=KVLayout(block_size=block_size, num_kv_heads=1, head_dim=1, layers=[]),
-            ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
+            kv=kv,
+            parallel=ALONE,
+            ranks=[whole_rank(kv, VOCAB)],
             files={"w": File(sha256="", size_bytes=0)},
         )
 

@@ -115,16 +115,16 @@ def test_engine_is_opened_with_the_blocks_and_threads_that_are_needed_and_closed
     manifest = make_manifest(max_step_tokens=29, max_sequences=9)
     made = []
 
-    def make_executor(engine: Any, num_blocks: int, num_threads: int) -> Any:
+    def open_executor(engine: Any, num_blocks: int, num_threads: int, *, pin_threads: bool) -> Any:
         executor = history_executor(manifest, num_blocks)
         executor.close = lambda: made.append("closed")
-        made.append((num_blocks, num_threads))
+        made.append((num_blocks, num_threads, pin_threads))
         return executor
 
     engine = SimpleNamespace(root=tmp_path, manifest=manifest)
     monkeypatch.setattr(module, "open_engine", lambda root: engine)
     monkeypatch.setattr(module, "load_tokenizer", lambda root: tokenizer)
-    monkeypatch.setattr(module, "CpuExecutor", make_executor)
+    monkeypatch.setattr(module, "open_executor", open_executor)
     result = measure_perplexity(tmp_path, text_path, context=13, windows=9, num_threads=2)
-    assert made == [(4 * 4 + 1, 2), "closed"]
+    assert made == [(4 * 4 + 1, 2, False), "closed"]
     assert result.windows == 9

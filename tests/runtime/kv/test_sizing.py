@@ -1,13 +1,30 @@
 import pytest
+from manifests import whole_rank
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.kv.sizing import DEFAULT_KV_BYTES, choose_num_blocks, parse_bytes
-from llmbuild.runtime.manifest import File, KVLayer, KVLayout, Limits, Manifest, Rank, Target
+from llmbuild.runtime.manifest import (
+    SCHEMA_VERSION,
+    File,
+    KVLayer,
+    KVLayout,
+    Limits,
+    Manifest,
+    Parallel,
+    Target,
+)
 
 
-def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64):
+def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64, num_ranks=1):
+    """num_ranks: all with every head, so that the ranks' blocks are as many times as large."""
+    kv = KVLayout(
+        block_size=block_size,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        layers=[KVLayer.of_heads([("fp32", "bf16")] * 2)] * 3,
+    )
     return Manifest(
-        schema_version=3,
+        schema_version=SCHEMA_VERSION,
         llmbuild_version="0",
         name="tiny",
         model={},
@@ -21,13 +38,9 @@ def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_di
             max_sequences=max_sequences,
         ),
         buckets=[1],
-        kv=KVLayout(
-            block_size=block_size,
-            num_kv_heads=2,
-            head_dim=head_dim,
-            layers=[KVLayer.of_heads([("fp32", "bf16")] * 2)] * 3,
-        ),
-        ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
+        kv=kv,
+        parallel=Parallel(tp=num_ranks, pp=1),
+        ranks=[whole_rank(kv, 300)] * num_ranks,
         files={"w": File(sha256="", size_bytes=0)},
     )
 
@@ -74,6 +87,11 @@ def test_default_holds_one_full_sequence_even_past_the_cap():
 def test_kv_memory_is_never_exceeded():
     blocks = choose_num_blocks(manifest(), "1MiB", None)
     assert blocks * BLOCK_BYTES <= 2**20 < (blocks + 1) * BLOCK_BYTES
+
+
+def test_kv_memory_is_that_of_all_ranks_together():
+    of_three = choose_num_blocks(manifest(num_ranks=3), "10MiB", None)
+    assert 3 * of_three * BLOCK_BYTES <= 10 * 2**20 < 3 * (of_three + 1) * BLOCK_BYTES
 
 
 def test_giving_both_sizes_is_refused():
