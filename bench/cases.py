@@ -294,6 +294,9 @@ def _pointwise(s: Shape, batch: Batch) -> Iterator[Case]:
     yield Case("elementwise", f"a + b {n}", batch, add, Work(0, 12 * r * n, r * n))
 
 
+_EVERY_ROW = "OwnRows{0, 1 << 30}"  # of the table, as of any rank alone
+
+
 def _gathers(s: Shape, batch: Batch) -> Iterator[Case]:
     n, r = s.hidden, batch.rows
     work = Work(2 * r * n, 4 * r * n)
@@ -301,7 +304,8 @@ def _gathers(s: Shape, batch: Batch) -> Iterator[Case]:
         ("gather_rows", "row_index", 2 * r * n),
         ("gather_tiled_rows", "tile_index", 2 * r * n * 16),
     ):
-        code = f"{kernel}<bf16, {n}, {n}>(worker, d.at<bf16>(), d.{index}, d.a, d.rows)"
+        arguments = f"d.at<bf16>(), {_EVERY_ROW}, d.{index}, d.a, d.rows"
+        code = f"{kernel}<bf16, {n}, {n}>(worker, {arguments})"
         yield Case(kernel, f"{n} bf16", batch, code, work, touched_bytes)
 
 
@@ -319,7 +323,8 @@ def _quantised(s: Shape, batch: Batch) -> Iterator[Case]:
     code = f"dequantised_linear<{shape}>(worker, d.a, d.cold, nullptr, d.b, d.rows)"
     work = Work(quantised_bytes(grid, n, k), 4 * r * (n + k), 2 * r * n * k)
     yield Case("dequantised_linear", f"gate_up {n}x{k} {grid.describe()}", batch, code, work)
-    gather = f"gather_quantised_rows<{table}, {k}, {k}>(worker, d.cold, d.tile_index, d.a, d.rows)"
+    arguments = f"d.cold, {_EVERY_ROW}, d.tile_index, d.a, d.rows"
+    gather = f"gather_quantised_rows<{table}, {k}, {k}>(worker, {arguments})"
     tile_bytes = quantised_bytes(grid, 16, k)
     work = Work(r * tile_bytes // 16, 4 * r * k)
     what = f"{k} {grid.describe()}"

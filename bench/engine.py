@@ -64,11 +64,13 @@ class EngineReport:
 
 def measure(root: Path, threads: int) -> EngineReport:
     """Steps on pinned threads, then serving as LLM does it, between two measurements of the
-    machine. What exceeds the engine's limits is cut to them."""
+    machine. What exceeds the engine's limits is cut to them. Of an engine of several ranks there
+    are no steps, as the KV memory of other processes can't be filled from here."""
     engine = open_engine(root)
     StepWork(engine.manifest)  # refuses what has no bound here, before anything is measured
     before = machine.measure(threads)
-    steps = [time_step(engine, threads, *sizes) for sizes in _step_sizes(engine.manifest.limits)]
+    sizes = _step_sizes(engine.manifest.limits) if len(engine.manifest.ranks) == 1 else []
+    steps = [time_step(engine, threads, *each) for each in sizes]
     servings = _servings(root, engine.manifest, threads)
     after = machine.measure(threads)
     manifest = engine.manifest
@@ -126,7 +128,8 @@ def _servings(root: Path, manifest: Manifest, threads: int) -> list[Serving]:
     loads = [even_load(n, longest) for n in DECODE_BATCHES]
     loads += [mixed_load(n, longest) for n in REQUESTS]
     blocks = -(-min(longest, 512) // manifest.kv.block_size)
-    with LLM(root, num_blocks=1 + max(REQUESTS) * blocks, num_threads=threads) as llm:
+    threads_of_rank = max(1, threads // len(manifest.ranks))
+    with LLM(root, num_blocks=1 + max(REQUESTS) * blocks, num_threads=threads_of_rank) as llm:
         return [serve(llm, load) for load in loads]
 
 
@@ -174,7 +177,8 @@ def main(engine_dir: Path, threads: int | None, json_path: Path | None) -> None:
     roofs = machine.best_roofs(result.before, result.after)
     click.echo(f"Engine {result.engine}, {result.precision}\n")
     click.echo(machine.summary(result.before))
-    click.echo(step_table(result.steps, roofs))
+    if result.steps:
+        click.echo(step_table(result.steps, roofs))
     click.echo(f"\n{serving_table(result.servings, roofs)}")
     click.echo(f"\nAfterwards:\n{machine.summary(result.after)}")
     if json_path is not None:

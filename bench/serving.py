@@ -14,7 +14,7 @@ from bench.roofline import Roofs, Work
 from bench.step_work import StepWork
 from llmbuild import LLM, SamplingParams
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.executors.cpu import CpuExecutor
+from llmbuild.runtime.executors import Executor
 from llmbuild.runtime.loop import Request
 
 RUNS = 3
@@ -74,24 +74,22 @@ class Trace:
 
 
 @contextmanager
-def traced() -> Iterator[Trace]:
-    """Notes every call of the executor and every token of this process meanwhile."""
+def traced(kind: type[Executor]) -> Iterator[Trace]:
+    """Notes every call of executors of that kind, and every token of this process, meanwhile."""
     trace = Trace()
-    step, step_greedy, emit = CpuExecutor.step, CpuExecutor.step_greedy, Request.emit
+    step, step_greedy, emit = kind.step, kind.step_greedy, Request.emit
 
     def noted_call(start: float, batch: StepBatch, num_steps: int) -> None:
         trace.calls.append((start, time.perf_counter()))
         trace.batches.append((batch, num_steps))
 
-    def timed_step(self: CpuExecutor, batch: StepBatch) -> NDArray[np.float32]:
+    def timed_step(self: Executor, batch: StepBatch) -> NDArray[np.float32]:
         start = time.perf_counter()
         logits = step(self, batch)
         noted_call(start, batch, 1)
         return logits
 
-    def timed_step_greedy(
-        self: CpuExecutor, batch: StepBatch, num_steps: int = 1
-    ) -> list[list[int]]:
+    def timed_step_greedy(self: Executor, batch: StepBatch, num_steps: int = 1) -> list[list[int]]:
         start = time.perf_counter()
         rows = step_greedy(self, batch, num_steps)
         noted_call(start, batch, num_steps)
@@ -104,8 +102,8 @@ def traced() -> Iterator[Trace]:
         emit(self, text, token_ids)
 
     with (
-        patch.object(CpuExecutor, "step", timed_step),
-        patch.object(CpuExecutor, "step_greedy", timed_step_greedy),
+        patch.object(kind, "step", timed_step),
+        patch.object(kind, "step_greedy", timed_step_greedy),
         patch.object(Request, "emit", timed_emit),
     ):
         yield trace
@@ -134,7 +132,7 @@ def _run(llm: LLM, load: Load) -> Serving:
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, llm.manifest.vocab_size, n).tolist() for n, _ in load.requests]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in load.requests]
-    with traced() as trace:
+    with traced(type(llm._executor)) as trace:
         start = time.perf_counter()
         completions = llm.generate(prompts, params)
         wall_s = time.perf_counter() - start

@@ -34,7 +34,8 @@ class StepWork:
         self.head_weights = manifest.vocab_size * hidden
         self.head_bytes = self.head_weights * KV_ITEM_BITS[manifest.precision] // 8
         tables = 1 if model["tie_embeddings"] else 2  # the token embedding's rows are gathered
-        weights_bytes = manifest.files[manifest.ranks[0].weights].size_bytes
+        names = {name for rank in manifest.ranks for name in (rank.weights, rank.shared_weights)}
+        weights_bytes = sum(manifest.files[name].size_bytes for name in names if name is not None)
         self.body_bytes = weights_bytes - tables * self.head_bytes
         windows = model["windows"]
         assert isinstance(windows, list)

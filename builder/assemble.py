@@ -4,21 +4,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
-from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.builder.recipe.recipe import ResolvedRecipe
+from llmbuild.builder.shard.graphs import RankGraph, rank_graphs
+from llmbuild.builder.shard.localise import Scales
 from llmbuild.builder.stages import Stages
-from llmbuild.builder.targets.cpu.build import build_cpu
+from llmbuild.builder.targets.cpu.build import build_cpu, cpu_target
+from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.builder.targets.cpu.plan import StepPlan
 from llmbuild.quant.plan import QuantPlan
-from llmbuild.runtime.manifest import SCHEMA_VERSION, KVLayout, Limits, Manifest, QuantisedTensor
+from llmbuild.quant.reader import PlannedReader
+from llmbuild.runtime.manifest import (
+    ALONE,
+    SCHEMA_VERSION,
+    KVLayout,
+    Limits,
+    Manifest,
+    QuantisedTensor,
+)
 from llmbuild.version import __version__
 
 
@@ -33,14 +42,17 @@ class Model:
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine whose files are written; its manifest isn't. product_losses: of the matrices that
-    calibration rounded, the relative squared error of their products with its inputs."""
+    """An engine whose files are written; its manifest isn't. step, plan: of the whole model, though
+    it be compiled rank by rank. graphs, rank_plans: of each rank. product_losses: of the matrices
+    that calibration rounded, the relative squared error of their products with its inputs."""
 
     manifest: Manifest
     step: StepGraph
     quant_plan: QuantPlan
     plan: StepPlan
-    read: ReadTensor
+    read: PlannedReader
+    graphs: Sequence[RankGraph]
+    rank_plans: Sequence[StepPlan]
     product_losses: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -50,21 +62,24 @@ def assemble(
     step: StepGraph,
     quant_plan: QuantPlan,
     kv: KVLayout,
-    read: ReadTensor,
+    read: PlannedReader,
     *,
-    kv_scales: Mapping[str, NDArray[np.float32]],
+    kv_scales: Scales,
     levels: Sequence[str],
     root: Path,
     stages: Stages,
     dump_dir: Path | None = None,
+    only_rank: int | None = None,
 ) -> Assembled:
-    """Write the engine below `root`: graph, executables, weights and tokenizer.
+    """Write the engine below `root`: graphs, executables, weights and tokenizer.
 
     step: as traced; the passes change it. read: gives tensors as the plan has them. levels: ISA
     levels, best first. kv_scales: the KV cache's channel scales. dump_dir: where to write the step
-    graph after each pass.
+    graph after each pass. only_rank: whose files to write, by default all.
+    Raises RecipeError where the model can't be divided as the recipe wants.
     """
     write_tokenizer(model.path, root)
+    config = model.config
     with stages.stage("passes"):
         run_passes(step, dump_dir, quant_plan, kv_scales)
         step.save(root / "graph" / "step.onnx")
@@ -73,33 +88,49 @@ def assemble(
         max_step_tokens=resolved.limits.max_step_tokens,
         max_sequences=resolved.limits.max_sequences,
     )
-    built = build_cpu(
-        step,
-        model.config,
-        read,
-        name=resolved.name,
-        limits=limits,
-        kv=kv,
-        levels=levels,
-        root=root,
-        stages=stages,
-    )
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         llmbuild_version=__version__,
         name=resolved.name,
-        model=asdict(model.config),
-        vocab_size=model.config.vocab_size,
+        model=asdict(config),
+        vocab_size=config.vocab_size,
         precision=resolved.precision,
         quantised=_quantised(quant_plan),
-        target=built.target,
+        target=cpu_target(levels),
         limits=limits,
         buckets=list(resolved.buckets),
         kv=kv,
-        ranks=[built.rank],
+        parallel=resolved.parallel.of_ranks,
+        ranks=[],
         files={},
     )
-    return Assembled(manifest, step, quant_plan, built.plan, read)
+    if manifest.parallel == ALONE:
+        graphs = [RankGraph(step, config, kv, read)]
+    else:
+        with stages.stage("divide"):
+            graphs = rank_graphs(
+                manifest.parallel, config, resolved.precision, quant_plan, kv, kv_scales, read
+            )
+            for graph in graphs:
+                graph.step.save(root / "graph" / f"rank{graph.shard.rank}.onnx")
+    built = build_cpu(
+        graphs,
+        name=resolved.name,
+        limits=limits,
+        levels=levels,
+        root=root,
+        stages=stages,
+        only_rank=only_rank,
+    )
+    return Assembled(
+        manifest=msgspec.structs.replace(manifest, ranks=built.ranks),
+        step=step,
+        quant_plan=quant_plan,
+        plan=built.plans[0] if manifest.parallel == ALONE else lower(step, config, kv),
+        read=read,
+        graphs=graphs,
+        rank_plans=built.plans,
+    )
 
 
 def _quantised(plan: QuantPlan) -> dict[str, QuantisedTensor]:

@@ -15,6 +15,7 @@ from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
+from llmbuild.builder.rank_set import RankSet, check_rank
 from llmbuild.builder.recipe.recipe import (
     NATIVE,
     Recipe,
@@ -26,6 +27,7 @@ from llmbuild.builder.report.compiled_precision import require_planned
 from llmbuild.builder.report.page import write_report
 from llmbuild.builder.report.report import make_report
 from llmbuild.builder.report.rounding_losses import rounding_losses
+from llmbuild.builder.shard.split import check_parallel
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages, peak_rss_bytes
@@ -53,9 +55,41 @@ def compile(
     InternalError when the compiled code diverges from the reference or from the planned precisions;
     either way nothing is published.
     """
+    published = _compile(recipe_path, out, overrides, None, dump_dir, progress)
+    assert published is not None
+    return published
+
+
+def compile_rank(
+    rank: int,
+    recipe_path: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    progress: Progress | None = None,
+) -> Path | None:
+    """Compile one rank of a recipe's engine; to be called for each, in any order, also at once.
+
+    The ranks wait beside the output path until the last is there: its call verifies them together
+    and publishes the engine, whose path it returns. The others return None. Raises as compile does,
+    and RecipeError for a rank that there isn't.
+    """
+    return _compile(recipe_path, out, overrides, rank, None, progress)
+
+
+def _compile(
+    recipe_path: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None,
+    overrides: Sequence[str],
+    rank: int | None,
+    dump_dir: Path | None,
+    progress: Progress | None,
+) -> Path | None:
     recipe_path = Path(recipe_path)
     base_dir = recipe_path.parent
     recipe = load_recipe(recipe_path, overrides)
+    if rank is not None:
+        check_rank(rank, recipe.parallel.of_ranks)
     levels = toolchain.resolve_levels(recipe.target.isa)
     toolchain.find_compiler()
     reference = None
@@ -67,9 +101,16 @@ def compile(
     with EngineWriter(Path(out) if out else Path("engines") / recipe.name) as writer:
         root = writer.root
         model = open_model(recipe, base_dir, stages)
+        check_parallel(recipe.parallel.of_ranks, model.config)
         resolved = recipe.resolve(model.config.max_position)
         _state_recipe(resolved, root, stages.progress)
-        assembled = build_engine(model, resolved, base_dir, root, levels, stages, dump_dir)
+        others = None if rank is None else _rank_set(writer.out, resolved)
+        assembled = build_engine(model, resolved, base_dir, root, levels, stages, dump_dir, rank)
+        if rank is not None and others is not None:
+            missing = others.add(rank, root)
+            if missing:
+                stages.progress.note(f"rank {rank} waits for ranks {', '.join(map(str, missing))}")
+                return None
         manifest = assembled.manifest
         for kind, count in manifest.quantised_kinds.items():
             stages.progress.note(f"quantised: {count} tensors to {kind}")
@@ -97,6 +138,10 @@ def compile(
     return writer.out
 
 
+def _rank_set(out: Path, resolved: ResolvedRecipe) -> RankSet:
+    return RankSet(out, effective_yaml(resolved), resolved.parallel.of_ranks)
+
+
 def build_engine(
     model: Model,
     resolved: ResolvedRecipe,
@@ -105,8 +150,10 @@ def build_engine(
     levels: Sequence[str],
     stages: Stages,
     dump_dir: Path | None = None,
+    rank: int | None = None,
 ) -> Assembled:
-    """Plan, calibrate where the plan asks for it, and write an engine's files below `root`."""
+    """Plan, calibrate where the plan asks for it, and write an engine's files below `root`; with
+    `rank` those of this rank alone."""
     write_tokenizer(model.path, root)
     with stages.stage("trace"):
         step = trace(model.config, resolved.precision)
@@ -132,8 +179,11 @@ def build_engine(
         root=root,
         stages=stages,
         dump_dir=dump_dir,
+        only_rank=rank,
     )
-    require_planned(read_precision(assembled.plan, step), assembled.manifest, step)
+    for graph, rank_plan in zip(assembled.graphs, assembled.rank_plans, strict=True):
+        compiled = read_precision(rank_plan, graph.step)
+        require_planned(compiled, assembled.manifest, graph.step, graph.kv)
     return assembled if calibrated is None else replace(assembled, product_losses=calibrated.losses)
 
 

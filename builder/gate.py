@@ -21,7 +21,7 @@ from llmbuild.builder.recipe.gate import (
 )
 from llmbuild.builder.recipe.kv_cache import KVCache
 from llmbuild.builder.recipe.quantisation import Quantisation
-from llmbuild.builder.recipe.recipe import Recipe
+from llmbuild.builder.recipe.recipe import Parallel, Recipe
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import BuildError, InternalError, RecipeError
 from llmbuild.quant.evaluation.compare import CompareResult
@@ -92,7 +92,12 @@ def reference_recipe(recipe: Recipe) -> Recipe:
             "quantises anything that it could be held to; leave the gate out"
         )
     return recipe.model_copy(
-        update={"quantisation": Quantisation(), "kv_cache": kv_cache, "gate": None}
+        update={
+            "quantisation": Quantisation(),
+            "kv_cache": kv_cache,
+            "gate": None,
+            "parallel": Parallel(),
+        }
     )
 
 

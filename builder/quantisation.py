@@ -48,7 +48,7 @@ def plan_quantisation(
 
 def untie_head(step: StepGraph, plan: QuantPlan) -> None:
     """Give a head that the plan names apart from the embedding a weight of its own."""
-    if HEAD not in plan.weights or HEAD in step.weights:
+    if HEAD not in plan.weights or HEAD in step.weights or EMBEDDING not in step.weights:
         return
     embedding = step.graph.initializers[EMBEDDING]
     head = ir.Value(name=HEAD, shape=embedding.shape, type=embedding.type)
@@ -57,6 +57,8 @@ def untie_head(step: StepGraph, plan: QuantPlan) -> None:
     for node in nodes_of(step.graph, "linear"):
         if node.inputs[1] is embedding:
             node.replace_input_with(1, head)
+    if not embedding.uses():  # the last of several stages takes no rows of it
+        del step.graph.initializers[EMBEDDING], step.weights[EMBEDDING]
 
 
 def kv_layout(resolved: ResolvedRecipe, config: DecoderConfig) -> KVLayout:

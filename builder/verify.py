@@ -1,6 +1,5 @@
 """The build's check of itself: the compiled engine's logits against the torch reference."""
 
-import math
 import subprocess
 import sys
 import tempfile
@@ -13,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbuild.builder.graph.materialise import ReadTensor
-from llmbuild.builder.graph.reference import run_steps
-from llmbuild.builder.graph.step_graph import CODES, StepGraph
+from llmbuild.builder.graph.reference import run_steps, weight_items
+from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.stages import Stages
 from llmbuild.errors import InternalError
 from llmbuild.plugins.common.kv_pools import LayerPools
-from llmbuild.quant.grid import QuantisedMatrix
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.bucket import pad_to_bucket
 from llmbuild.runtime.isa import supported_levels
@@ -137,8 +135,7 @@ def verify_engine(
 
     Raises InternalError when logits differ by more than `tolerance`.
     """
-    read_whole = [weight for weight in step.weights.values() if weight.part in ("", CODES)]
-    items = sum(math.prod(weight.shape) for weight in read_whole)
+    items = sum(weight_items(step, node) for node in step.graph)
     with (
         stages.stage("reference", shows_bars=True),
         stages.progress.task("running the reference", _FP32_BYTES * items) as advance,
@@ -146,14 +143,8 @@ def verify_engine(
         batches, num_blocks = make_batches(
             manifest.limits, manifest.kv, manifest.vocab_size, manifest.buckets
         )
-
-        def read_and_advance(name: str) -> NDArray[np.generic] | QuantisedMatrix:
-            values = read(name)
-            advance(_FP32_BYTES * values.size)
-            return values
-
         pools = _empty_pools(manifest.kv, num_blocks)
-        expected = run_steps(step, read_and_advance, batches, pools)
+        expected = run_steps(step, read, batches, pools, lambda count: advance(_FP32_BYTES * count))
         save_steps(stored_steps(batches, expected, num_blocks, tolerance), root / STEPS_FILE)
     verified: dict[str, float | None] = dict.fromkeys(manifest.target.isa_levels)
     for level in verified:

@@ -2,6 +2,7 @@
 
 import torch
 
+from llmbuild.plugins.all_reduce.op import all_reduce
 from llmbuild.plugins.gated_activation.op import activation, gated_activation
 from llmbuild.plugins.gather_rows.op import gather_quantised_rows, gather_rows
 from llmbuild.plugins.layer_norm.op import layer_norm
@@ -39,5 +40,6 @@ PLUGINS: dict[str, torch._library.custom_ops.CustomOpDef] = {
         gated_activation,
         moe_route,
         moe_experts,
+        all_reduce,
     )
 }

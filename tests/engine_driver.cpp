@@ -35,17 +35,15 @@ int main(int, char** arguments) {
   const int threads = *next++, vocab = *next++, blocks = *next++, kv_bytes = *next++;
   uint8_t* kv = allocate(kv_bytes);
   std::fill(kv, kv + kv_bytes, uint8_t(0));
-  void* engine = llmbuild_create(weights, kv, blocks, threads, 0);
+  void* engine = llmbuild_create(weights, nullptr, kv, blocks, threads, 0, nullptr);
   std::FILE* out = std::fopen(arguments[3], "wb");
   for (int steps = *next++; steps > 0; --steps) {
-    const int tokens = next[0], sequences = next[1], rows = next[2], width = next[3];
-    const int length = next[4];
+    const int32_t* const sizes = next;  // tokens, sequences, logit rows, blocks per sequence
+    const int rows = sizes[2], length = next[4];
     const std::vector<int32_t> arrays(next + 5, next + 5 + length);
     next += 5 + length;
     std::vector<float> logits(int64_t(rows) * vocab);
-    if (llmbuild_step(engine, arrays.data(), tokens, sequences, rows, width, logits.data())) {
-      return 1;
-    }
+    if (llmbuild_step(engine, arrays.data(), sizes, 1, logits.data())) return 1;
     std::fwrite(logits.data(), sizeof(float), logits.size(), out);
   }
   std::fclose(out);

@@ -24,7 +24,7 @@ from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_he
 from llmbuild.builder.recipe.calibration import SELF
 from llmbuild.builder.recipe.kv_cache import ResolvedKVCache
 from llmbuild.builder.recipe.quantisation import Quantisation
-from llmbuild.builder.recipe.recipe import NATIVE, ResolvedLimits, ResolvedRecipe
+from llmbuild.builder.recipe.recipe import NATIVE, Parallel, ResolvedLimits, ResolvedRecipe
 from llmbuild.builder.stages import Stages, growth_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.cache import cache_root
@@ -157,6 +157,7 @@ class Calibration:
         return self._resolved.model_copy(
             update={
                 "precision": "bf16",
+                "parallel": Parallel(),
                 "quantisation": Quantisation(scheme="stored-a8" if has_codes else "none"),
                 "kv_cache": ResolvedKVCache(dtype="bf16", block_size=block_size),
                 "limits": ResolvedLimits(

@@ -1,6 +1,7 @@
-"""Make a graph weight's values from the canonical tensors that it names, one weight at a time."""
+"""Make a graph weight's values from the canonical tensors that it names, whole or in blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import ml_dtypes
 import numpy as np
@@ -17,10 +18,13 @@ from llmbuild.builder.graph.step_graph import (
 )
 from llmbuild.errors import CheckpointError
 from llmbuild.quant.grid import QuantisedMatrix, join_rows
+from llmbuild.quant.reader import Tensor, open_rows
 
 # Canonical name -> its values; of a tensor that the quantisation plan puts on a grid, its codes.
-ReadTensor = Callable[[str], NDArray[np.generic] | QuantisedMatrix]
+# One that is a PartReader as well is asked for large tensors part by part.
+ReadTensor = Callable[[str], Tensor]
 _CHECKED_ITEMS = 1 << 16
+_TILE_ROWS = 16  # kernels' layouts are of so many
 NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -33,35 +37,28 @@ def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.gene
     if name in step.constants:
         return step.constants[name]
     weight = step.weights[name]
-    dtype = NUMPY_DTYPES[weight.dtype]
-    if len(weight.sources) == 1:
-        return np.ascontiguousarray(_finite(read, weight.sources[0]).astype(dtype, copy=False))
-    values = np.empty(weight.shape, dtype)
-    row = 0
-    for source in weight.sources:
-        part = _finite(read, source)
-        values[row : row + part.shape[0]] = part
-        row += part.shape[0]
-    assert row == weight.shape[0]
+    (values,) = _blocks(weight, read, weight.shape[0])
+    assert isinstance(values, np.ndarray)
     return values
 
 
 def materialise_matrix(weight: Weight, read: ReadTensor) -> QuantisedMatrix:
     """The quantised matrix that a weight is a part of. Raises as materialise does."""
-    matrices = []
-    for source in weight.sources:
-        matrix = read(source)
-        assert isinstance(matrix, QuantisedMatrix)
-        assert matrix.grid == weight.grid
-        for numbers in (matrix.scales, matrix.minima):
-            if numbers is not None and not np.isfinite(numbers).all():
-                raise CheckpointError(
-                    f"{source} holds values that are NaN, infinite, or beyond what float16 scales "
-                    "reach; the checkpoint is damaged, or the tensor has to be left unquantised: "
-                    f"quantisation.overrides with match {source!r} and scheme none"
-                )
-        matrices.append(matrix)
-    return join_rows(matrices)
+    (matrix,) = _blocks(weight, read, weight.shape[0])
+    assert isinstance(matrix, QuantisedMatrix)
+    return matrix
+
+
+def weight_parts(weight: Weight, read: ReadTensor, max_bytes: int) -> Iterator[Tensor]:
+    """What materialise gives, or of a matrix's codes materialise_matrix, in blocks of rows: of a
+    multiple of 16 each but the last; a stack of matrices in blocks of whole ones.
+
+    max_bytes: of a block in fp32, unless the least one has more. Raises as materialise does, when
+    it comes to the block.
+    """
+    unit = _TILE_ROWS if len(weight.shape) == 2 else 1
+    unit_bytes = 4 * unit * prod(weight.shape[1:])
+    return _blocks(weight, read, max(1, max_bytes // unit_bytes) * unit)
 
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, NDArray[np.generic]]:
@@ -71,20 +68,68 @@ def parts_of(matrix: QuantisedMatrix) -> dict[str, NDArray[np.generic]]:
     return {part: values for part, values in parts.items() if values is not None}
 
 
-def _finite(read: ReadTensor, name: str) -> NDArray[np.generic]:
-    values = read(name)
-    assert isinstance(values, np.ndarray)
-    _check_finite(name, values)
-    return values
+def _blocks(weight: Weight, read: ReadTensor, step: int) -> Iterator[Tensor]:
+    """The weight's rows, `step` at a time."""
+    pieces: list[Tensor] = []  # of the block that is begun
+    row = 0
+    for source in weight.sources:
+        for piece in _pieces(source, read, row, step):
+            pieces.append(piece)
+            row += piece.shape[0]
+            if row % step == 0:
+                block, pieces = _joined(weight, pieces), []
+                yield block
+    if pieces:
+        yield _joined(weight, pieces)
+    assert row == weight.shape[0]
 
 
-def _check_finite(name: str, values: NDArray[np.generic]) -> None:
-    rows = max(1, _CHECKED_ITEMS * len(values) // values.size)  # at a time, to hold little beside
-    parts = (values[begin : begin + rows] for begin in range(0, len(values), rows))
+def _pieces(source: str, read: ReadTensor, row: int, step: int) -> Iterator[Tensor]:
+    """The rows of a source, which begins at a row of the weight, cut where blocks of it end."""
+    shape, rows = open_rows(source, read)
+    begin = 0
+    while begin < shape[0]:
+        end = min(shape[0], begin + step - (row + begin) % step)
+        piece = rows(begin, end)
+        if isinstance(piece, QuantisedMatrix):
+            _check_scales(source, piece)
+        else:
+            _check_values(source if piece.shape == shape else f"a part of {source}", piece)
+        yield piece
+        begin = end
+
+
+def _joined(weight: Weight, pieces: Sequence[Tensor]) -> Tensor:
+    """The rows of all pieces, as the weight has them."""
+    if weight.grid is not None:
+        matrices = [piece for piece in pieces if isinstance(piece, QuantisedMatrix)]
+        assert [matrix.grid for matrix in matrices] == [weight.grid] * len(pieces)
+        return join_rows(matrices)
+    arrays = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+    assert len(arrays) == len(pieces)
+    dtype = NUMPY_DTYPES[weight.dtype]
+    if len(arrays) > 1:
+        return np.concatenate(arrays, dtype=dtype, casting="unsafe")
+    return np.ascontiguousarray(arrays[0].astype(dtype, copy=False))
+
+
+def _check_scales(name: str, matrix: QuantisedMatrix) -> None:
+    numbers = (matrix.scales, matrix.minima)
+    if not all(each is None or np.isfinite(each).all() for each in numbers):
+        raise CheckpointError(
+            f"{name} holds values that are NaN, infinite, or beyond what float16 scales reach; the "
+            "checkpoint is damaged, or the tensor has to be left unquantised: "
+            f"quantisation.overrides with match {name!r} and scheme none"
+        )
+
+
+def _check_values(name: str, tensor: NDArray[np.generic]) -> None:
+    rows = max(1, _CHECKED_ITEMS * len(tensor) // tensor.size)  # at a time, to hold little beside
+    parts = (tensor[begin : begin + rows] for begin in range(0, len(tensor), rows))
     wrong = sum(part.size - np.count_nonzero(np.isfinite(part)) for part in parts)
     if wrong:
         raise CheckpointError(
-            f"{name} holds {wrong} values of {values.size} that are NaN or infinite; the "
+            f"{name} holds {wrong} values of {tensor.size} that are NaN or infinite; the "
             "checkpoint is damaged, or was saved from a training run that diverged"
         )
 

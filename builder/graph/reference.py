@@ -3,11 +3,14 @@
 A list of steps runs as one: every sequence of every step becomes a sequence of one ragged step.
 So each weight is read once and held alone, whatever the model's size. That needs steps which
 never write a slot twice with different content: an attention then finds the keys of later steps
-in the pool already, but past its own positions, where the causal mask hides them.
+in the pool already, but past its own positions, where the causal mask hides them. Large matrices
+that can be read in parts aren't held at all, but gone through in blocks of rows.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +24,8 @@ from llmbuild.builder.graph.materialise import (
     materialise_matrix,
     parts_of,
 )
-from llmbuild.builder.graph.step_graph import INPUTS, StepGraph
+from llmbuild.builder.graph.row_blocks import is_part_of, large_matrix, run_in_blocks
+from llmbuild.builder.graph.step_graph import CODES, HIDDEN, INPUTS, StepGraph, Weight
 from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools
 from llmbuild.plugins.registry import DOMAIN, PLUGINS
 from llmbuild.runtime.batch import StepBatch
@@ -58,30 +62,46 @@ _STANDARD: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]] = {
 
 
 def run_steps(
-    step: StepGraph, read: ReadTensor, batches: Sequence[StepBatch], pools: Sequence[LayerPools]
+    step: StepGraph,
+    read: ReadTensor,
+    batches: Sequence[StepBatch],
+    pools: Sequence[LayerPools],
+    advance: Callable[[int], None] = lambda items: None,
 ) -> list[NDArray[np.float32]]:
     """The logits, fp32 [R, vocab], of each batch; the pools are written in place.
 
-    read: gives a canonical tensor's values; called once for every tensor of the graph.
+    read: gives a canonical tensor's values; called once for every tensor of the graph, but for a
+    large one that it can give in parts once for every node that reads it. advance: told of each
+    node what `weight_items` says.
     """
     with bind_kv_pools(pools), torch.no_grad():
-        for _, values in running(step, read, _as_one(batches)):
+        for node, values in running(step, read, _as_one(batches)):
+            advance(weight_items(step, node))
             last = values
     logits = last[step.graph.outputs[0]].numpy()
     ends = np.cumsum([len(batch.logit_rows) for batch in batches])
     return np.split(logits, ends[:-1])
 
 
+def weight_items(step: StepGraph, node: ir.Node) -> int:
+    """How many weights a node reads; scales, minima and zeros not counted."""
+    names = (str(value.name) for value in node.inputs if value is not None)
+    weights = (step.weights[name] for name in names if name in step.weights)
+    return sum(prod(weight.shape) for weight in weights if weight.part in ("", CODES))
+
+
 def running(
-    step: StepGraph, read: ReadTensor, batch: StepBatch
+    step: StepGraph, read: ReadTensor, batch: StepBatch, hidden: torch.Tensor | None = None
 ) -> Iterator[tuple[ir.Node, Values]]:
     """Runs a step's nodes in order; before each, gives it with all values that are yet needed.
+
+    hidden: for the graph of a stage that isn't the first, what the stage before made.
 
     Whoever looks on may put values in: a weight that is there isn't read, and a node whose first
     output is there isn't run. To be exhausted, or dropped, with the KV pools bound and gradients
     off. Weights leave the values with their last reader, as all values do.
     """
-    values = _inputs(step, batch)
+    values = _inputs(step, batch, hidden)
     initializers = set(step.graph.initializers.values())
     uses_left: Counter[ir.Value] = Counter(step.graph.outputs)
     for node in step.graph:
@@ -89,10 +109,15 @@ def running(
     for node in step.graph:
         yield node, values
         if node.outputs[0] not in values:
+            matrix = large_matrix(step, node, values, read)
             for value in node.inputs:
-                if value in initializers and value not in values:
+                if (
+                    value in initializers
+                    and value not in values
+                    and not is_part_of(matrix, step, value)
+                ):
                     values |= _weight(step, value, read)
-            values.update(zip(node.outputs, _outputs(node, values), strict=True))
+            values |= _outputs(step, node, values, matrix, read)
         for value in node.inputs:
             if value is not None:
                 uses_left[value] -= 1
@@ -121,8 +146,10 @@ def _as_one(batches: Sequence[StepBatch]) -> StepBatch:
     )
 
 
-def _inputs(step: StepGraph, batch: StepBatch) -> Values:
+def _inputs(step: StepGraph, batch: StepBatch, hidden: torch.Tensor | None) -> Values:
     arrays = {name: torch.from_numpy(getattr(batch, name)) for name in INPUTS}
+    if hidden is not None:
+        arrays[HIDDEN] = hidden
     return {value: arrays[str(value.name)] for value in step.graph.inputs}
 
 
@@ -137,13 +164,24 @@ def _weight(step: StepGraph, value: ir.Value, read: ReadTensor) -> Values:
     return {step.graph.initializers[stem + part]: as_torch(a) for part, a in parts.items()}
 
 
-def _outputs(node: ir.Node, values: Values) -> Sequence[torch.Tensor]:
-    inputs = [None if value is None else values[value] for value in node.inputs]
-    if node.domain == DOMAIN:
+def _outputs(
+    step: StepGraph, node: ir.Node, values: Values, matrix: Weight | None, read: ReadTensor
+) -> Values:
+    """What a node gives; matrix: that it goes through in blocks, if it does."""
+    inputs = [
+        None if value is None or is_part_of(matrix, step, value) else values[value]
+        for value in node.inputs
+    ]
+    outputs: torch.Tensor | tuple[torch.Tensor, ...]
+    if matrix is not None:
+        run = partial(_run_plugin, node)
+        outputs = run_in_blocks(matrix, step, node, inputs, read, run)
+    elif node.domain == DOMAIN:
         outputs = _run_plugin(node, inputs)
     else:
         outputs = _STANDARD[node.op_type](node, *inputs)
-    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    as_tuple = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    return dict(zip(node.outputs, as_tuple, strict=True))
 
 
 def _run_plugin(

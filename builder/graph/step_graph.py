@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmbuild.builder.shard.shard import Shard
 from llmbuild.quant.grid import WeightGrid
 
 SHAPES = {  # every input is int32; T tokens, S sequences, B blocks of the longest, R wanted rows
@@ -24,6 +25,9 @@ SHAPES = {  # every input is int32; T tokens, S sequences, B blocks of the longe
 }
 INPUTS = tuple(SHAPES)
 OUTPUT = "logits"
+# In a stage of several: the activations of the stage before, beside INPUTS, and those for the next
+# stage, in place of OUTPUT; both fp32 [T, hidden].
+HIDDEN, NEXT_HIDDEN = "hidden", "next_hidden"
 
 
 # The parts of a quantised matrix.
@@ -47,11 +51,24 @@ class Weight:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One step of the decoder. `constants` holds the initialisers that no checkpoint has."""
+    """One step of the decoder, or of a rank's shard of it. `constants` holds the initialisers that
+    no checkpoint has. A shard's weights have their own shapes, and the sources' whole names."""
 
     model: ir.Model
     weights: dict[str, Weight]
     constants: dict[str, NDArray[np.float32]]
+    shard: Shard | None = None  # None: the whole model
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the graph's inputs, in order."""
+        is_first = self.shard is None or self.shard.is_first_stage
+        return INPUTS if is_first else (*INPUTS, HIDDEN)
+
+    @property
+    def output(self) -> str:
+        """Name of the graph's output."""
+        return OUTPUT if self.shard is None or self.shard.is_last_stage else NEXT_HIDDEN
 
     @property
     def graph(self) -> ir.Graph:

@@ -11,10 +11,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from llmbuild.builder.graph.onnx_domain import translation_table
-from llmbuild.builder.graph.step_graph import INPUTS, OUTPUT, SHAPES, StepGraph, Weight
+from llmbuild.builder.graph.step_graph import HIDDEN, INPUTS, SHAPES, StepGraph, Weight
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.decoder import Decoder
 from llmbuild.builder.models.rope import inverse_frequencies
+from llmbuild.builder.shard.shard import Shard
 from llmbuild.version import __version__
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,16 +23,16 @@ _PRECISIONS = {ir.DataType.FLOAT: "fp32", ir.DataType.BFLOAT16: "bf16"}
 _MAX_DIM = 1 << 20
 
 
-def trace(config: DecoderConfig, precision: str) -> StepGraph:
+def trace(config: DecoderConfig, precision: str, shard: Shard | None = None) -> StepGraph:
     """The step graph of a decoder, before any pass.
 
-    precision: of matrices, "fp32" or "bf16"; norms, biases and activations are fp32.
+    config: the whole model's. precision: of matrices, "fp32" or "bf16"; norms, biases and
+    activations are fp32. shard: the part of the model to trace, by default all.
     """
-    model = _to_onnx(_export(config, TORCH_DTYPES[precision]))
+    model = _to_onnx(_export(config, TORCH_DTYPES[precision], shard))
     graph = model.graph
     _strip(model)
     _name_dimensions(graph)
-    graph.outputs[0].name = OUTPUT
     constants = {
         f"ropes.{index}.inv_freq": inverse_frequencies(rope)
         for index, rope in enumerate(config.ropes)
@@ -42,7 +43,9 @@ def trace(config: DecoderConfig, precision: str) -> StepGraph:
         for name, value in graph.initializers.items()
         if name not in constants and value.shape is not None and value.dtype is not None
     }
-    return StepGraph(model, weights, constants)
+    step = StepGraph(model, weights, constants, shard)
+    graph.outputs[0].name = step.output
+    return step
 
 
 def _strip(model: ir.Model) -> None:
@@ -70,22 +73,23 @@ def _name_dimensions(graph: ir.Graph) -> None:
             value.shape = ir.Shape([names.get(str(dim), dim) for dim in value.shape])
 
 
-def _export(config: DecoderConfig, weight_dtype: torch.dtype) -> ExportedProgram:
+def _export(
+    config: DecoderConfig, weight_dtype: torch.dtype, shard: Shard | None
+) -> ExportedProgram:
     """Example sizes are above 1 and distinct, so that none is taken for a constant."""
     tokens, sequences, blocks, rows = 6, 3, 4, 2
     shapes = ((tokens,), (tokens,), (sequences + 1,), (sequences,), (sequences, blocks), (rows,))
     dims = [Dim(name, min=2, max=_MAX_DIM) for name in ("tokens", "sequences", "blocks", "rows")]
     t, s, b, r = dims
-    dynamic: tuple[dict[int, Any], ...] = ({0: t}, {0: t}, {0: s + 1}, {0: s}, {0: s, 1: b}, {0: r})
+    axes: tuple[dict[int, Any], ...] = ({0: t}, {0: t}, {0: s + 1}, {0: s}, {0: s, 1: b}, {0: r})
+    dynamic = dict(zip(INPUTS, axes, strict=True))
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        decoder = Decoder(config, weight_dtype).eval()
-        inputs = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes)
-        return torch.export.export(
-            decoder,
-            inputs,
-            dynamic_shapes=dict(zip(INPUTS, dynamic, strict=True)),
-            strict=False,
-        )
+        decoder = Decoder(config, weight_dtype, shard).eval()
+        inputs = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
+        if shard is not None and not shard.is_first_stage:
+            inputs.append(torch.zeros(tokens, config.hidden_size))
+            dynamic[HIDDEN] = {0: t}
+        return torch.export.export(decoder, tuple(inputs), dynamic_shapes=dynamic, strict=False)
 
 
 def _to_onnx(program: ExportedProgram) -> ir.Model:

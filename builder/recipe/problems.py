@@ -115,9 +115,7 @@ def _allowed(keys: list[int | str], schema: type[BaseModel]) -> str:
 
 
 def _is_unsupported(path: str, value: object) -> bool:
-    if isinstance(value, str):
-        return value in UNSUPPORTED_VALUES.get(path, ())
-    return path.startswith("parallel.") and isinstance(value, int) and value > 1
+    return isinstance(value, str) and value in UNSUPPORTED_VALUES.get(path, ())
 
 
 def _ratio(a: str, b: str) -> float:

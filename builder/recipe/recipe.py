@@ -30,6 +30,7 @@ from llmbuild.builder.recipe.yaml_text import RecipeDumper, apply_overrides, rea
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
 from llmbuild.quant.schemes import SCHEMES
+from llmbuild.runtime import manifest
 from llmbuild.runtime.isa import LEVELS
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
@@ -149,8 +150,13 @@ class Verify(Section):
 
 
 class Parallel(Section):
-    tp: int = Field(default=1, ge=1, le=1, description="1")
-    pp: int = Field(default=1, ge=1, le=1, description="1")
+    tp: int = Field(default=1, ge=1, description="an integer from 1 to the model's query heads")
+    pp: int = Field(default=1, ge=1, description="an integer from 1 to the model's layers")
+
+    @property
+    def of_ranks(self) -> "manifest.Parallel":
+        """The same, as the manifest has it."""
+        return manifest.Parallel(tp=self.tp, pp=self.pp)
 
 
 class Recipe(Section):

@@ -52,11 +52,15 @@ def kv_dtypes(kv: KVLayout) -> dict[str, str]:
     }
 
 
-def require_planned(compiled: CompiledPrecision, manifest: Manifest, step: StepGraph) -> None:
+def require_planned(
+    compiled: CompiledPrecision, manifest: Manifest, step: StepGraph, kv: KVLayout
+) -> None:
     """Raises InternalError, naming every tensor and part of the KV cache of which the executable
-    has another precision than the manifest. step: the graph that was lowered."""
+    has another precision than the manifest. step, kv: the graph that was lowered, and what its rank
+    has of the KV cache; a rank of several stages has only its own layers' tensors."""
     widths = matrix_widths(step)
-    quantised = manifest.quantised
+    is_whole = step.shard is None
+    quantised = {n: each for n, each in manifest.quantised.items() if is_whole or n in widths}
     weights: dict[str, WeightPrecision] = dict.fromkeys([*widths, *quantised], manifest.precision)
     activations = dict.fromkeys(compiled.activations, Activations())
     for name, each in quantised.items():
@@ -67,7 +71,7 @@ def require_planned(compiled: CompiledPrecision, manifest: Manifest, step: StepG
     faults = [
         *_differences("weights", weights, compiled.weights),
         *_differences("activations", activations, compiled.activations),
-        *_differences("KV cache", kv_dtypes(manifest.kv), compiled.kv),
+        *_differences("KV cache", kv_dtypes(kv), compiled.kv),
     ]
     if faults:
         raise InternalError(

@@ -30,6 +30,7 @@ def write_report(report: Report, root: Path) -> None:
         gate=_gate(report),
         calibration=_calibration(report),
         decode=_decode(report),
+        ranks=_ranks(report),
         memory=_memory(report),
         verified=_verified(report),
         seconds=_table(
@@ -165,6 +166,23 @@ def _decode(report: Report) -> str:
             )
             for step in report.decode
         ],
+    )
+
+
+def _ranks(report: Report) -> str:
+    """What each has, and how even that is: a step waits for the rank that has most to do."""
+    if not report.ranks:
+        return ""
+    head = ("rank", "layers", "heads", "KV heads", "MLP columns", "tokens", "weights read (MB)")
+    rows: list[tuple[object, ...]] = [
+        (index, x.layers, x.heads, x.kv_heads, x.mlp_columns, x.tokens, _mb(x.read_bytes))
+        for index, x in enumerate(report.ranks)
+    ]
+    read = [rank.read_bytes for rank in report.ranks]
+    balance = sum(read) / (len(read) * max(read))
+    return (
+        "<h2>Ranks</h2><p>What a decode step reads of each rank's weights. On average a rank has "
+        f"{balance:.0%} of what the one with most has.</p>" + _table(head, rows)
     )
 
 

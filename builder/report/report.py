@@ -16,7 +16,7 @@ from llmbuild.builder.targets.cpu.pack import packed_bytes
 from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
 from llmbuild.builder.targets.cpu.read_precision import read_precision
 from llmbuild.quant.kv import needs_channel_scales
-from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.manifest import Manifest, Span
 
 PRODUCTS, WEIGHTS = "products", "weights"  # what a loss is of
 
@@ -66,6 +66,22 @@ class KVDtypes:
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """What one rank of several has of the model. Layers and heads are "first-last" of the whole
+    model's; a decode step reads `read_bytes` of its weights."""
+
+    stage: int
+    tp_rank: int
+    layers: str
+    heads: str
+    kv_heads: str
+    mlp_columns: int
+    tokens: str
+    read_bytes: int
+    arena_bytes: int
+
+
+@dataclass(frozen=True)
 class CalibrationData:
     """The tokens that calibration ran on."""
 
@@ -77,8 +93,9 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class Report:
-    """`weights_bytes` are the packed file's; `unquantised_weights_bytes` what they would be in
-    `precision`. `peak_rss_bytes` is the compiling process's."""
+    """`weights_bytes` are the packed file's, of several ranks what those of the whole model would
+    be; `unquantised_weights_bytes` what they would be in `precision`. `ranks`: none where there is
+    one alone. `peak_rss_bytes` is the compiling process's."""
 
     name: str
     precision: str
@@ -92,6 +109,7 @@ class Report:
     kv: list[KVDtypes]  # by layer
     calibration: CalibrationData | None  # None: none ran
     decode: list[DecodeStep]
+    ranks: list[RankShare]
     verified: dict[str, float | None]  # by ISA level; None: this processor can't run it
     tolerance: float
     gate: list[Row]
@@ -123,13 +141,14 @@ def make_report(
         weights_bytes=sum(by_dtype.values()),
         weights_by_dtype=by_dtype,
         unquantised_weights_bytes=_unquantised_bytes(plan, manifest.precision, config),
-        arena_bytes=manifest.ranks[0].arena_bytes,
+        arena_bytes=sum(rank.arena_bytes for rank in manifest.ranks),
         kv_bytes_per_token=kv.block_bytes // kv.block_size,
         bf16_kv_bytes_per_token=2 * len(kv.layers) * kv.num_kv_heads * kv.head_dim * _BF16_BYTES,
         matrices=_matrices(compiled, assembled.product_losses, rounding_losses),
         kv=_kv_dtypes(compiled, config),
         calibration=_calibration(assembled, calibration),
         decode=_decode_steps(manifest, plan, config),
+        ranks=_rank_shares(assembled) if len(manifest.ranks) > 1 else [],
         verified=verified,
         tolerance=tolerance,
         gate=[] if gate is None else gate.rows,
@@ -202,7 +221,7 @@ def _unquantised_bytes(plan: StepPlan, precision: str, config: DecoderConfig) ->
 def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> list[DecodeStep]:
     """Bytes and operations of a decode step at several context lengths."""
     matrices = _matrices_read(plan)
-    weight_bytes = sum(_read_of(weight, packed_bytes(weight), config) for weight in matrices)
+    weight_bytes = _bytes_read(plan, config)
     macs = sum(_read_of(weight, math.prod(weight.shape), config) for weight in matrices)
     attention_macs = 2 * config.num_heads * config.head_dim * config.num_layers
     longest = manifest.limits.max_sequence_length
@@ -215,6 +234,34 @@ def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> 
         )
         for context in sorted({min(context, longest) for context in _CONTEXTS})
     ]
+
+
+def _rank_shares(assembled: Assembled) -> list[RankShare]:
+    ranks = zip(assembled.manifest.ranks, assembled.graphs, assembled.rank_plans, strict=True)
+    return [
+        RankShare(
+            stage=rank.stage,
+            tp_rank=rank.tp_rank,
+            layers=_of(rank.layers),
+            heads=_of(rank.heads),
+            kv_heads=_of(rank.kv_heads),
+            mlp_columns=len(graph.shard.mlp) or len(graph.shard.expert_mlp),
+            tokens=_of(rank.tokens),
+            read_bytes=_bytes_read(plan, graph.config),
+            arena_bytes=rank.arena_bytes,
+        )
+        for rank, graph, plan in ranks
+    ]
+
+
+def _of(span: Span) -> str:
+    return f"{span.first}-{span.end - 1}"
+
+
+def _bytes_read(plan: StepPlan, config: DecoderConfig) -> int:
+    """Of weights, by a decode step of one sequence."""
+    matrices = _matrices_read(plan)
+    return sum(_read_of(weight, packed_bytes(weight), config) for weight in matrices)
 
 
 def _matrices_read(plan: StepPlan) -> list[PackedWeight]:

@@ -16,6 +16,11 @@ from llmbuild.errors import UserError
 
 TINY = Shape("tiny", hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, vocab=50, block_size=4)
 KERNEL = re.compile(r"^void (\w+)\(const Worker& worker", re.MULTILINE)
+AMONG_RANKS = {
+    "all_reduce",
+    "send_rows",
+    "receive_rows",
+}  # bench.collectives times sums; they need other ranks
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,8 @@ def test_every_kernel_of_the_plugins_is_timed(checkout: Path, result: KernelRepo
     defined = {header: set(KERNEL.findall(header.read_text())) for header in headers}
     recognised = [kernels for header, kernels in defined.items() if header.name == "cpu.h"]
     assert all(recognised), "a plugin whose kernels aren't recognised"
-    assert {timing.kernel for timing in result.timings} == set().union(*defined.values())
+    known = set().union(*defined.values())
+    assert {timing.kernel for timing in result.timings} == known - AMONG_RANKS
 
 
 def test_every_case_has_a_line_of_sound_numbers(result: KernelReport) -> None:

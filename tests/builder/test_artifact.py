@@ -13,18 +13,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from manifests import whole_rank
 
 from llmbuild.builder import artifact
 from llmbuild.builder.artifact import EngineWriter, check_output, is_engine, seal_engine
 from llmbuild.errors import BuildError, EngineError, InternalError
 from llmbuild.runtime.engine import check_files
 from llmbuild.runtime.manifest import (
+    ALONE,
     SCHEMA_VERSION,
     KVLayer,
     KVLayout,
     Limits,
     Manifest,
-    Rank,
     Target,
     read_manifest,
 )
@@ -34,11 +35,17 @@ LEVEL = "x86-64-v4"
 
 def manifest(name: str) -> Manifest:
     """What a build knows before it publishes: files and digest are left out."""
+    kv = KVLayout(
+        block_size=4,
+        num_kv_heads=1,
+        head_dim=2,
+        layers=[KVLayer.of_heads([("fp32", "fp32")])],
+    )
     return Manifest(
         schema_version=SCHEMA_VERSION,
         llmbuild_version="0.1.0",
         name=name,
-        model={"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "vocab_size": 3},
+        model={"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "vocab_size": 3},
         vocab_size=3,
         precision="fp32",
         quantised={},
@@ -51,13 +58,11 @@ def manifest(name: str) -> Manifest:
         ),
         limits=Limits(max_sequence_length=5, max_step_tokens=5, max_sequences=1),
         buckets=[1],
-        kv=KVLayout(
-            block_size=4,
-            num_kv_heads=1,
-            head_dim=2,
-            layers=[KVLayer.of_heads([("fp32", "fp32")])],
-        ),
-        ranks=[Rank(executables={LEVEL: "rank0/engine.so"}, weights="rank0/w", arena_bytes=0)],
+        kv=kv,
+        parallel=ALONE,
+        ranks=[
+            whole_rank(kv, 3, executables={LEVEL: "rank0/engine.so"}, weights="rank0/w"),
+        ],
         files={},
     )
 
@@ -171,7 +176,9 @@ def test_an_engine_is_replaced(tmp_path: Path) -> None:
 def test_an_engine_of_another_schema_version_is_replaced(tmp_path: Path) -> None:
     build(tmp_path / "engine", "one")
     path = tmp_path / "engine" / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 3', '"schema_version": 9'))
+    path.write_text(
+        path.read_text().replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 9')
+    )
     with pytest.raises(EngineError):
         read_manifest(tmp_path / "engine")
     build(tmp_path / "engine", "two")
@@ -272,6 +279,7 @@ KILLED_BUILDS = """
 import importlib.util, itertools, os, signal, sys
 from pathlib import Path
 
+sys.path.append(str(Path(sys.argv[1]).parents[1]))
 spec = importlib.util.spec_from_file_location("test_artifact", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)

@@ -242,7 +242,7 @@ def test_code_that_crashes_fails_the_build_and_nothing_is_published(
 ) -> None:
     def crashing(*arguments: Any) -> str:
         source = emit(*arguments)
-        begin = "Run run{"  # of llmbuild_step
+        begin = "PartsRun run{"  # of llmbuild_step
         assert source.count(begin) == 1
         return source.replace(begin, f"std::abort();\n  {begin}")
 

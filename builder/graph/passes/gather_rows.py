@@ -18,7 +18,7 @@ def place_gather_rows(step: StepGraph) -> None:
             if cast is None or cast.op_type != "Cast" or _target(cast) != ir.DataType.FLOAT:
                 continue
             last = cast
-        new = plugin_node("gather_rows", gather.inputs, {}, outputs=1)
+        new = plugin_node("gather_rows", gather.inputs, {"first": 0}, outputs=1)
         old = [gather] if last is gather else [gather, last]
         replace(graph, last, old, [new], last.outputs, new.outputs)
 

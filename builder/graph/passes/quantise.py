@@ -44,7 +44,8 @@ def quantise(step: StepGraph, plan: QuantPlan) -> None:
         parts = _parts(step, plan, node.inputs[0], matrices)
         if parts is not None:
             inputs = _operands(parts, node.inputs[1])
-            _replace(step, node, "gather_quantised_rows", inputs, {})
+            first = {"first": node.attributes["first"].as_int()}
+            _replace(step, node, "gather_quantised_rows", inputs, first)
     for name in matrices:
         del step.weights[name]
         del step.graph.initializers[name]

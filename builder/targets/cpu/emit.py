@@ -13,8 +13,11 @@ from llmbuild.builder.targets.cpu.plan import (
     Call,
     Count,
     Expression,
+    FirstToken,
+    OwnRows,
     PackedWeight,
     Pool,
+    Ranks,
     Rows,
     StepInput,
     StepPlan,
@@ -24,7 +27,7 @@ from llmbuild.builder.targets.cpu.plan import (
 from llmbuild.runtime.manifest import KVLayout, Limits, step_shape
 from llmbuild.version import __version__
 
-ABI = "llmbuild-cpu-3"  # of the exported functions; runtime/executors/cpu.py expects the same
+ABI = "llmbuild-cpu-4"  # of the exported functions; runtime/executors/cpu.py expects the same
 _TEMPLATE = Path(__file__).with_name("engine.cpp.in")
 _MOE_PARTS = ("combine", "gather", "linear", "route", "sort")
 _HEADERS = {  # of kernels that aren't in the cpu.h of the folder with their name
@@ -34,6 +37,7 @@ _HEADERS = {  # of kernels that aren't in the cpu.h of the folder with their nam
     **dict.fromkeys(("int8_linear", "dequantised_linear", "quantise_rows"), "linear/quantised.h"),
     "gated_activation_int8": "gated_activation/cpu.h",
     **dict.fromkeys([f"moe_{part}" for part in _MOE_PARTS], "moe/cpu.h"),
+    **dict.fromkeys(("send_rows", "receive_rows"), "stage_transfer/cpu.h"),
 }
 _CPP_ITEMS = {"fp32": "float", "int32": "int32_t", "int8_rows": "uint8_t"}  # of buffers
 _OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "Div": "/"}
@@ -48,11 +52,16 @@ def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
         name=name,
         summary=f"{len(plan.calls)} kernel calls, {len(plan.weights)} weights",
         includes="\n".join(f'#include "{header}"' for header in sorted(headers)),
-        weights_bytes=sum(map(packed_bytes, plan.weights)),
+        weights_bytes=_weights_bytes(plan, shared=False),
+        shared_weights_bytes=_weights_bytes(plan, shared=True),
         arena_bytes=max(arena.size_bytes, 64),
         max_tokens=limits.max_step_tokens,
         max_sequences=max(limits.max_sequences, 1),
-        vocab=plan.logits.width,
+        logits=_num_logits(plan),
+        hidden=plan.hidden_size,
+        tp=plan.parallel.tp,
+        pp=plan.parallel.pp,
+        stage=plan.stage,
         calls="\n".join(map(emission.call, plan.calls)),
         abi=ABI,
         shape=_shape(plan, arena, limits),
@@ -60,7 +69,18 @@ def emit(plan: StepPlan, arena: ArenaPlan, limits: Limits, name: str) -> str:
 
 
 def _shape(plan: StepPlan, arena: ArenaPlan, limits: Limits) -> str:
-    return step_shape(limits, plan.kv, plan.logits.width, arena.size_bytes)
+    sizes = (_num_logits(plan), arena.size_bytes)
+    return step_shape(limits, plan.kv, *sizes, plan.stage, plan.parallel)
+
+
+def _num_logits(plan: StepPlan) -> int:
+    """Of a row on this rank."""
+    return 0 if plan.logits is None else plan.logits.width
+
+
+def _weights_bytes(plan: StepPlan, shared: bool) -> int:
+    """Of the rank's own weights file, or of the one that it shares."""
+    return sum(packed_bytes(w) for w in plan.weights if (w.name in plan.shared) == shared)
 
 
 def _pools(kv: KVLayout) -> dict[Pool, str]:
@@ -99,15 +119,23 @@ class _Emission:
                 return self.view(argument)
             case PackedWeight():
                 cpp_type = "uint8_t" if argument.grid else CPP_TYPES[argument.dtype]
-                return f"weight({cpp_type}{{}}, {self.weights[argument.name]})"
+                where = "shared_weight" if argument.name in self.plan.shared else "weight"
+                return f"{where}({cpp_type}{{}}, {self.weights[argument.name]})"
             case WeightFrom():
                 return f"{self.argument(argument.weight)} + {argument.item}"
             case Pool():
                 return self.pools[argument]
+            case OwnRows():
+                first, count = self.argument(argument.first), self.argument(argument.count)
+                return f"OwnRows{{{first}, {count}}}"
             case StepInput():
                 return f"step.{argument.name}"
             case Batch():
                 return "step"
+            case Ranks():
+                return "*run.engine.ranks"
+            case FirstToken():
+                return "run.engine.first_token"
             case Count():
                 return self.count(argument)
             case Expression():

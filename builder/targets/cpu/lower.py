@@ -7,15 +7,19 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.graph.step_graph import HIDDEN, OUTPUT, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.cpu.head_runs import head_runs
 from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, Lowering, cpp_grid
 from llmbuild.builder.targets.cpu.plan import (
     Batch,
+    Buffer,
     Expression,
+    FirstToken,
     Layout,
+    OwnRows,
     PackedWeight,
+    Ranks,
     Rows,
     StepInput,
     StepPlan,
@@ -232,14 +236,16 @@ def _gather_rows(lowering: Lowering, node: ir.Node) -> None:
         assert view.stride == view.width, "rows are gathered from whole buffers"
         y = lowering.output(node.outputs[0], view.width)
         template: tuple[str | int, ...] = ("float", view.width, y.stride)
-        lowering.call("gather_rows", template, view, rows, y, y.buffer.count, out=[y])
+        arguments = (view, OwnRows(0, view.buffer.count), rows, y, y.buffer.count)
+        lowering.call("gather_rows", template, *arguments, out=[y])
         return
     weight = lowering.weight(source)
     y = lowering.output(node.outputs[0], weight.shape[1])
     template = (CPP_TYPES[weight.dtype], weight.shape[1], y.stride)
     tiled = weight.layout is Layout.TILES_OF_16
     kernel = "gather_tiled_rows" if tiled else "gather_rows"
-    lowering.call(kernel, template, weight, rows, y, y.buffer.count, out=[y])
+    own = _own_rows(lowering, index, weight)
+    lowering.call(kernel, template, weight, own, rows, y, y.buffer.count, out=[y])
 
 
 def _gather_quantised_rows(lowering: Lowering, node: ir.Node) -> None:
@@ -247,8 +253,25 @@ def _gather_quantised_rows(lowering: Lowering, node: ir.Node) -> None:
     assert index is not None
     y = lowering.output(node.outputs[0], table.shape[1])
     template = (cpp_grid(table), table.shape[1], y.stride)
-    arguments = (table, StepInput(str(index.name)), y, y.buffer.count)
-    lowering.call("gather_quantised_rows", template, *arguments, out=[y])
+    own, rows = _own_rows(lowering, index, table), StepInput(str(index.name))
+    lowering.call("gather_quantised_rows", template, table, own, rows, y, y.buffer.count, out=[y])
+
+
+def _own_rows(lowering: Lowering, index: ir.Value, table: PackedWeight) -> OwnRows:
+    """The token embedding's are the rank's own tokens; of any other table a rank has all. (The
+    first token isn't a number in the code, so that ranks of one shape share one executable.)"""
+    is_own = lowering.parallel.tp > 1 and index.name == "token_ids"
+    return OwnRows(FirstToken() if is_own else 0, table.shape[0])
+
+
+def _all_reduce(lowering: Lowering, node: ir.Node) -> None:
+    """In place: nothing else reads a part of a sum."""
+    x = lowering.view(node.inputs[0])
+    assert x.stride == x.width, "what ranks sum up is a whole buffer"
+    assert node.inputs[0] is not None
+    assert len(node.inputs[0].uses()) == 1
+    lowering.views[node.outputs[0]] = x
+    lowering.call("all_reduce", (x.width,), Ranks(), x, x.buffer.count, out=[x])
 
 
 def _moe_route(lowering: Lowering, node: ir.Node) -> None:
@@ -358,6 +381,7 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
     (DOMAIN, "dynamic_rope_table"): _dynamic_rope_table,
     (DOMAIN, "moe_route"): _moe_route,
     (DOMAIN, "moe_experts"): _moe_experts,
+    (DOMAIN, "all_reduce"): _all_reduce,
     (DOMAIN, "gather_rows"): _gather_rows,
     (DOMAIN, "gather_quantised_rows"): _gather_quantised_rows,
     **{("", operation): _elementwise for operation in _ELEMENTWISE},
@@ -365,12 +389,14 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
 
 
 def lower(step: StepGraph, config: DecoderConfig, kv: KVLayout) -> StepPlan:
-    """The CPU plan of a step graph that went through the passes.
+    """The CPU plan of a step graph that went through the passes. config, kv: those of the graph's
+    shard.
 
     Raises BuildError, naming the node, for an operation that the target lacks, and naming the
     layer, for an int8-static pool without channel scales.
     """
     lowering = Lowering(step, config, kv)
+    _receive(lowering)
     for node in step.graph:
         lower_node = _LOWER.get((node.domain, node.op_type))
         if lower_node is None:
@@ -380,10 +406,31 @@ def lower(step: StepGraph, config: DecoderConfig, kv: KVLayout) -> StepPlan:
                 f"{', '.join(sorted(name for _, name in _LOWER))}"
             )
         lower_node(lowering, node)
-    logits = lowering.view(step.graph.outputs[0]).buffer
+    logits = _result(lowering)
     return StepPlan(
         calls=tuple(lowering.calls),
         weights=tuple(lowering.weights.values()),
         logits=logits,
         kv=kv,
+        hidden_size=config.hidden_size,
+        parallel=lowering.parallel,
+        stage=0 if step.shard is None else step.shard.stage,
     )
+
+
+def _receive(lowering: Lowering) -> None:
+    """What the stage before hands on, where there is one."""
+    for value in lowering.step.graph.inputs:
+        if value.name == HIDDEN:
+            x = lowering.output(value, lowering.config.hidden_size)
+            lowering.call("receive_rows", (x.width,), Ranks(), x, x.buffer.count, out=[x])
+
+
+def _result(lowering: Lowering) -> Buffer | None:
+    """The logits; or none, where the result goes to the next stage."""
+    result = lowering.view(lowering.step.graph.outputs[0])
+    if lowering.step.output == OUTPUT:
+        return result.buffer
+    assert result.stride == result.width, "what is handed on is a whole buffer"
+    lowering.call("send_rows", (result.width,), Ranks(), result, result.buffer.count, out=[])
+    return None

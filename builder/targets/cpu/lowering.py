@@ -19,7 +19,7 @@ from llmbuild.builder.targets.cpu.plan import (
     View,
 )
 from llmbuild.quant.grid import GROUP_UNIT
-from llmbuild.runtime.manifest import KVLayout
+from llmbuild.runtime.manifest import ALONE, KVLayout
 
 CPP_TYPES = {"fp32": "float", "bf16": "bf16"}
 
@@ -63,6 +63,7 @@ class Lowering:
         self.step = step
         self.config = config
         self.kv = kv
+        self.parallel = ALONE if step.shard is None else step.shard.parallel
         self.views: dict[ir.Value, View] = {}
         self.expressions: dict[ir.Value, Expression] = {}  # not computed until a kernel needs them
         self.int8_views: dict[tuple[ir.Value, Rounding], View] = {}  # for quantised linears

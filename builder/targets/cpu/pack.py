@@ -1,12 +1,13 @@
-"""Write the engine's weights file: each weight in its kernels' layout, one at a time.
+"""Write an engine's weights files: each weight in its kernels' layout, one at a time.
 
-The file is safetensors: flat tensors, each padded to a multiple of 64 bytes, in the order of
+A file is safetensors: flat tensors, each padded to a multiple of 64 bytes, in the order of
 their first use, so every one starts 64-byte aligned in the mapped file.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from llmbuild.builder.graph.materialise import NUMPY_DTYPES
 from llmbuild.builder.targets.cpu.pack_quantised import pack_quantised, quantised_bytes
 from llmbuild.builder.targets.cpu.plan import Layout, PackedWeight, StepPlan
 from llmbuild.quant.grid import QuantisedMatrix
+from llmbuild.quant.reader import Tensor
 
 ALIGNMENT_BYTES = 64
 TILE_ROWS = 16
@@ -39,32 +41,36 @@ def _aligned(size_bytes: int) -> int:
 
 
 def weight_offsets(plan: StepPlan) -> dict[str, int]:
-    """Byte offset of each weight from the start of the file's data."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for weight in plan.weights:
-        offsets[weight.name] = end
-        end += packed_bytes(weight)
-    return offsets
+    """Byte offset of each weight from the start of its file's data: the shared ones lie in a file
+    of their own."""
+    own = [weight for weight in plan.weights if weight.name not in plan.shared]
+    shared = [weight for weight in plan.weights if weight.name in plan.shared]
+    return _offsets(own) | _offsets(shared)
 
 
-def pack(
-    weight: PackedWeight, values: NDArray[np.generic] | QuantisedMatrix
-) -> Iterator[NDArray[np.generic]]:
-    """The weight's values in its layout and padded, in parts, so that no second whole exists."""
+def _offsets(weights: Sequence[PackedWeight]) -> dict[str, int]:
+    """Of weights that lie one after the other."""
+    sizes = map(packed_bytes, weights)
+    return dict(zip((w.name for w in weights), accumulate(sizes, initial=0), strict=False))
+
+
+def pack(weight: PackedWeight, blocks: Iterable[Tensor]) -> Iterator[NDArray[np.generic]]:
+    """The weight's values in its layout and padded, in parts, so that no whole need exist.
+
+    blocks: its rows, a multiple of 16 in each block but the last; or of a stack, its matrices.
+    """
     written = 0
-    for part in _parts(weight, values):
-        yield part
-        written += part.nbytes
+    for block in blocks:
+        for part in _parts(weight, block):
+            yield part
+            written += part.nbytes
     yield np.zeros(packed_bytes(weight) - written, np.uint8)
 
 
-def _parts(
-    weight: PackedWeight, values: NDArray[np.generic] | QuantisedMatrix
-) -> Iterable[NDArray[np.generic]]:
-    if isinstance(values, QuantisedMatrix):
-        return pack_quantised(values)
-    return _tiles(values) if weight.layout is Layout.TILES_OF_16 else [values]
+def _parts(weight: PackedWeight, block: Tensor) -> Iterable[NDArray[np.generic]]:
+    if isinstance(block, QuantisedMatrix):
+        return pack_quantised(block)
+    return _tiles(block) if weight.layout is Layout.TILES_OF_16 else [block]
 
 
 def _tiles(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
@@ -83,18 +89,19 @@ def _tiles(values: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
 
 
 def write_weights(
-    plan: StepPlan,
-    read: Callable[[PackedWeight], NDArray[np.generic] | QuantisedMatrix],
+    weights: Sequence[PackedWeight],
+    read: Callable[[PackedWeight], Iterable[Tensor]],
     path: Path,
     on_written: Callable[[int], None],
 ) -> int:
-    """Write all weights of a plan; returns the bytes of data, the file's header not counted.
+    """Write one file of weights; returns the bytes of data, the file's header not counted.
 
-    read: gives a weight's values. on_written: is told the bytes of each weight written.
+    read: gives a weight's values in blocks, as `pack` takes them. on_written: is told the bytes of
+    each part written.
     """
-    offsets = weight_offsets(plan)
+    offsets = _offsets(weights)
     header: dict[str, object] = {"__metadata__": {"layout": "llmbuild-cpu-1"}}
-    for weight in plan.weights:
+    for weight in weights:
         begin, size = offsets[weight.name], packed_bytes(weight)
         dtype, item_bytes = _SAFETENSORS_DTYPES.get(weight.dtype, ("U8", 1))
         header[weight.name] = {
@@ -106,8 +113,8 @@ def write_weights(
     text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for weight in plan.weights:
+        for weight in weights:
             for part in pack(weight, read(weight)):
                 file.write(part.view(np.uint8).data)
                 on_written(part.nbytes)
-    return sum(map(packed_bytes, plan.weights))
+    return sum(map(packed_bytes, weights))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from llmbuild.quant.grid import WeightGrid
-from llmbuild.runtime.manifest import KVLayout
+from llmbuild.runtime.manifest import ALONE, KVLayout, Parallel
 
 
 class Rows(Enum):
@@ -123,6 +123,24 @@ class Batch:
     """The whole ragged batch, for kernels that walk sequences."""
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that the engine runs among."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The first token whose row of the embedding, and whose logit, the rank has."""
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Which rows of a larger table a table has: so many from `first` on."""
+
+    first: FirstToken | int
+    count: "Count | int"
+
+
 Argument = (
     View
     | Expression
@@ -131,6 +149,9 @@ Argument = (
     | StepInput
     | Pool
     | Batch
+    | Ranks
+    | FirstToken
+    | OwnRows
     | Count
     | float
     | int
@@ -162,9 +183,15 @@ class Call:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step graph lowered for the CPU. The buffer `logits` is the caller's, not the arena's."""
+    """A step graph lowered for the CPU, for a rank of a stage. The buffer `logits` is the caller's,
+    not the arena's; stages before the last have none. shared: the weights, by name, that lie in the
+    file that several ranks read. hidden_size: columns of what a stage hands on."""
 
     calls: tuple[Call, ...]
     weights: tuple[PackedWeight, ...]  # in the order of their first use
-    logits: Buffer
+    logits: Buffer | None
     kv: KVLayout
+    hidden_size: int
+    parallel: Parallel = ALONE
+    stage: int = 0
+    shared: frozenset[str] = frozenset()

@@ -164,12 +164,8 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         ["given hqq", "rtn, gptq, awq, smoothquant"],
     ),
     "gate of nothing": ({"gate": {}}, "gate", ["give perplexity, compare or retrieval"]),
-    "tensor parallel": (
-        {"parallel": {"tp": 3}},
-        "parallel.tp",
-        ["given 3", "not yet supported", "allowed: 1"],
-    ),
-    "no pipeline stage": ({"parallel": {"pp": 0}}, "parallel.pp", ["given 0", "allowed: 1"]),
+    "no rank": ({"parallel": {"tp": 0}}, "parallel.tp", ["given 0", "from 1 to the model's"]),
+    "half a stage": ({"parallel": {"pp": 1.5}}, "parallel.pp", ["given 1.5", "from 1 to"]),
     "unsupported target": (
         {"target": "tensorrt"},
         "target",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from manifests import whole_rank
 
 from llmbuild.builder.compile import compile
 from llmbuild.builder.graph.pipeline import run_passes
@@ -23,11 +24,12 @@ from llmbuild.errors import InternalError
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.runtime.manifest import (
+    ALONE,
+    SCHEMA_VERSION,
     KVLayout,
     Limits,
     Manifest,
     QuantisedTensor,
-    Rank,
     Target,
 )
 
@@ -81,14 +83,15 @@ class Engine:
     def require(self, plan: StepPlan | None = None, **changed: Any) -> None:
         """Hold a plan, by default its own, to the manifest, by default its own."""
         manifest = msgspec.structs.replace(self.manifest, **changed)
-        require_planned(read_precision(plan or self.plan, self.step), manifest, self.step)
+        compiled = read_precision(plan or self.plan, self.step)
+        require_planned(compiled, manifest, self.step, manifest.kv)
 
 
 def manifest_of(
     config: DecoderConfig, kv: KVLayout, quantised: dict[str, QuantisedTensor]
 ) -> Manifest:
     return Manifest(
-        schema_version=3,
+        schema_version=SCHEMA_VERSION,
         llmbuild_version="0",
         name="m",
         model={},
@@ -99,7 +102,8 @@ def manifest_of(
         limits=Limits(max_sequence_length=64, max_step_tokens=8, max_sequences=2),
         buckets=[1],
         kv=kv,
-        ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
+        parallel=ALONE,
+        ranks=[whole_rank(kv, config.vocab_size)],
         files={},
     )
 
@@ -164,7 +168,7 @@ def test_models_of_other_kinds_have_all_their_matrices_read_back(
         config, step = decoder_config(**kind), lowerable("bf16", **kind)
         kv = kv_layout(config, ("bf16", "bf16"))
         compiled = read_precision(lower(step, config, kv), step)
-        require_planned(compiled, manifest_of(config, kv, {}), step)
+        require_planned(compiled, manifest_of(config, kv, {}), step, kv)
         matrices = {name for name, shape in expected_tensors(config).items() if len(shape) > 1}
         assert compiled.weights.keys() == matrices
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from manifests import whole_rank
 
 from llmbuild.builder.assemble import Assembled
 from llmbuild.builder.graph.step_graph import StepGraph
@@ -12,12 +13,19 @@ from llmbuild.builder.recipe.calibration import ResolvedCalibration
 from llmbuild.builder.report.report import make_report
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.quant.plan import QuantPlan
-from llmbuild.runtime.manifest import KVLayout, Limits, Manifest, Rank, Target
+from llmbuild.runtime.manifest import (
+    ALONE,
+    SCHEMA_VERSION,
+    KVLayout,
+    Limits,
+    Manifest,
+    Target,
+)
 
 
 def _manifest(config: DecoderConfig, kv: KVLayout) -> Manifest:
     return Manifest(
-        schema_version=3,
+        schema_version=SCHEMA_VERSION,
         llmbuild_version="0",
         name="m",
         model={},
@@ -28,7 +36,8 @@ def _manifest(config: DecoderConfig, kv: KVLayout) -> Manifest:
         limits=Limits(max_sequence_length=1, max_step_tokens=8, max_sequences=2),
         buckets=[1],
         kv=kv,
-        ranks=[Rank(executables={}, weights="w", arena_bytes=1)],
+        parallel=ALONE,
+        ranks=[whole_rank(kv, config.vocab_size)],
         files={},
     )
 
@@ -45,7 +54,11 @@ def test_decode_step_reads_the_chosen_experts_alone(
     kv = kv_layout(config, ("bf16", "bf16"))
     step = lowerable("bf16", **overrides)
     plan = lower(step, config, kv)
-    assembled = Assembled(_manifest(config, kv), step, QuantPlan(), plan, lambda name: np.empty(0))
+    assembled = Assembled(
+        *(_manifest(config, kv), step, QuantPlan(), plan, lambda name: np.empty(0)),
+        graphs=[],
+        rank_plans=[plan],
+    )
     calibration = ResolvedCalibration(length=1)
     report = make_report(
         assembled, config, {}, None, 1e-4, {}, rounding_losses={}, calibration=calibration

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from manifests import whole_rank
 
 from llmbuild.builder.assemble import Assembled
 from llmbuild.builder.gate import GateResult, Row
@@ -21,7 +22,14 @@ from llmbuild.builder.report.report import CalibrationData, KVDtypes, Report, ma
 from llmbuild.builder.targets.cpu.lower import lower
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
-from llmbuild.runtime.manifest import KVLayout, Limits, Manifest, Rank, Target
+from llmbuild.runtime.manifest import (
+    ALONE,
+    SCHEMA_VERSION,
+    KVLayout,
+    Limits,
+    Manifest,
+    Target,
+)
 
 VERIFIED = {"x86-64-v4": None, "x86-64-v3": 1.5e-6}
 SECONDS = {"fetch": 0.5, "trace": 2.0}
@@ -51,7 +59,7 @@ def report_of(
         run_passes(step, plan=plan)
         layout = kv_layout(config, *kv)
         manifest = Manifest(
-            schema_version=3,
+            schema_version=SCHEMA_VERSION,
             llmbuild_version="0",
             name="m",
             model={},
@@ -64,11 +72,17 @@ def report_of(
             ),
             buckets=[1],
             kv=layout,
-            ranks=[Rank(executables={}, weights="w", arena_bytes=123_456)],
+            parallel=ALONE,
+            ranks=[whole_rank(layout, config.vocab_size, arena_bytes=123_456)],
             files={},
         )
         lowered = lower(step, config, layout)
-        assembled = Assembled(manifest, step, plan, lowered, lambda name: np.empty(0), losses[0])
+        assembled = Assembled(
+            *(manifest, step, plan, lowered, lambda name: np.empty(0)),
+            graphs=[],
+            rank_plans=[lowered],
+            product_losses=losses[0],
+        )
         return make_report(
             assembled,
             config,

@@ -36,6 +36,7 @@ REPORT = Report(
     kv=[KVDtypes(["int8"] * 3, ["int4", "int4", "bf16"])] * 11,
     calibration=CalibrationData("self", 32, 512, 7),
     decode=[DecodeStep(128, 10, 10, 100)],
+    ranks=[],
     verified={"x86-64-v4": None, "x86-64-v3": 1.5e-6},
     tolerance=1e-4,
     gate=[Row("token agreement", 0.98765, 0.9, True, "5 windows")],

@@ -20,12 +20,13 @@ CASES = [
 
 SOURCE = '#include "gather_rows/cpu.h"\n' + "".join(
     f"""
-extern "C" void gather_{i}(int threads, const uint8_t* table, const int32_t* index, float* y,
-                           int rows) {{
+extern "C" void gather_{i}(int threads, const uint8_t* table, int first, int count,
+                           const int32_t* index, float* y, int rows) {{
   using Table = Grid<{grid.bits}, {grid.columns_of(k)}, {str(not grid.symmetric).lower()},
                      {str(grid.zero_points).lower()}>;
   with_team(threads, [&](const Worker& worker) {{
-    gather_quantised_rows<Table, {k}, {k + 3}>(worker, table, index, y, rows);
+    gather_quantised_rows<Table, {k}, {k + 3}>(worker, table, OwnRows{{first, count}},
+                                               index, y, rows);
   }});
 }}
 """
@@ -63,9 +64,13 @@ def test_gathered_rows_are_the_dequantised_rows_exactly(
     if table.minima is not None:
         exact += np.repeat(table.minima.astype(np.float64), width, axis=1)
     values = exact.astype(np.float32)
+    everywhere = np.concatenate([values, np.zeros((1, k), np.float32)])  # the last: no row's
     for chosen in ([], [36], [0, 15, 16, 31, 32, 36, 16], rng.integers(0, TABLE_ROWS, 13)):
-        index = np.array(chosen, np.int32)
-        y = np.full((len(index), k + 3), 7.0, np.float32)
-        library.call(f"gather_{number}", threads, packed, index, y, len(index))
-        np.testing.assert_array_equal(bits(y[:, :k]), bits(values[index]))
-        assert (y[:, k:] == 7.0).all()
+        for first in (0, 5):  # with a row before and one behind those that the table has
+            index = np.array([*chosen, -1, TABLE_ROWS], np.int32)
+            y = np.full((len(index), k + 3), 7.0, np.float32)
+            place = (packed, first, TABLE_ROWS, index + np.int32(first))
+            library.call(f"gather_{number}", threads, *place, y, len(index))
+            rows = [*chosen, TABLE_ROWS, TABLE_ROWS]
+            np.testing.assert_array_equal(bits(y[:, :k]), bits(everywhere[rows]))
+            assert (y[:, k:] == 7.0).all()

@@ -6,16 +6,18 @@ WIDTHS = [1, 7, 17, 33, 576]
 
 SOURCE = '#include "gather_rows/cpu.h"\n' + "".join(
     f"""
-extern "C" void gather_{weight}_{n}(int threads, const {weight}* table, const int32_t* index,
-                                    float* y, int rows) {{
+extern "C" void gather_{weight}_{n}(int threads, const {weight}* table, int first, int count,
+                                    const int32_t* index, float* y, int rows) {{
   with_team(threads, [&](const Worker& worker) {{
-    gather_rows<{weight}, {n}, {n + 3}>(worker, table, index, y, rows);
+    const OwnRows own{{first, count}};
+    gather_rows<{weight}, {n}, {n + 3}>(worker, table, own, index, y, rows);
   }});
 }}
-extern "C" void gather_tiled_{weight}_{n}(int threads, const {weight}* table, const int32_t* index,
-                                          float* y, int rows) {{
+extern "C" void gather_tiled_{weight}_{n}(int threads, const {weight}* table, int first, int count,
+                                          const int32_t* index, float* y, int rows) {{
   with_team(threads, [&](const Worker& worker) {{
-    gather_tiled_rows<{weight}, {n}, {n + 3}>(worker, table, index, y, rows);
+    gather_tiled_rows<{weight}, {n}, {n + 3}>(worker, table, OwnRows{{first, count}},
+                                              index, y, rows);
   }});
 }}
 """
@@ -40,7 +42,7 @@ def test_gathered_rows_are_the_indexed_rows_exactly(
     for rows in (0, 1, 2, 13):
         index = rng.integers(0, 11, rows, dtype=np.int32)
         y = np.full((rows, n + 3), 7.0, np.float32)
-        library.call(f"gather_{dtype}_{n}", threads, table, index, y, rows)
+        library.call(f"gather_{dtype}_{n}", threads, table, 0, 11, index, y, rows)
         np.testing.assert_array_equal(bits(y[:, :n]), bits(table[index].astype(np.float32)))
         assert (y[:, n:] == 7.0).all()
 
@@ -59,6 +61,22 @@ def test_rows_gathered_from_tiles_are_the_indexed_rows_exactly(
     for index in ([], [36], [0, 15, 16, 31, 32, 36, 16], rng.integers(0, 37, 13)):
         y = np.full((len(index), n + 3), 7.0, np.float32)
         chosen = np.array(index, np.int32)
-        library.call(f"gather_tiled_{dtype}_{n}", threads, tiles, chosen, y, len(index))
+        library.call(f"gather_tiled_{dtype}_{n}", threads, tiles, 0, 37, chosen, y, len(index))
         np.testing.assert_array_equal(bits(y[:, :n]), bits(table[chosen].astype(np.float32)))
         assert (y[:, n:] == 7.0).all()
+
+
+@pytest.mark.parametrize("kernel", ["gather", "gather_tiled"])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_rows_that_the_table_has_not_are_zeros(library: Library, n: int, kernel: str) -> None:
+    rng = np.random.default_rng(n)
+    table = np.zeros((32, n), np.float32)
+    table[:19] = rng.standard_normal((19, n))
+    tiles = np.ascontiguousarray(table.reshape(2, 16, n).transpose(0, 2, 1))
+    index = np.array([100, 99, 118, 119, 0, 116], np.int32)  # it has 100 to 118
+    y = np.full((len(index), n + 3), 7.0, np.float32)
+    stored = tiles if kernel == "gather_tiled" else table
+    library.call(f"{kernel}_float_{n}", 2, stored, 100, 19, index, y, len(index))
+    np.testing.assert_array_equal(y[[0, 2, 5], :n], table[[0, 18, 16]])
+    assert (y[[1, 3, 4], :n] == 0).all()
+    assert (y[:, n:] == 7.0).all()

@@ -90,7 +90,9 @@ def test_weight_that_another_node_reads_stays_whole(sketch: Any, kinds: Kinds, b
     outputs = [linear(sketch, x, weight) for weight in (shared, own, own_too)]
     other = {
         "another linear": lambda: linear(sketch, y, shared),
-        "a gather": lambda: sketch.node("gather_rows", [shared, index], ("T", 3)),
+        "a gather": lambda: sketch.node(
+            "gather_rows", [shared, index], ("T", 3), attributes={"first": 0}
+        ),
     }[by]()
     step = sketch.step(*outputs, other)
     merge_linears(step)

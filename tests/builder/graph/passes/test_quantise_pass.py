@@ -78,7 +78,9 @@ def test_a_symmetric_matrix_has_no_minima_and_a_zero(sketch: Any) -> None:
 
 def test_zero_points_come_last_in_place_of_minima(sketch: Any, kinds: Kinds) -> None:
     x, index = sketch.input("x", ROWS), sketch.input("index", ("T",), "int32")
-    table = sketch.node("gather_rows", [sketch.weight("t", (7, 64)), index], ("T", 64))
+    table = sketch.node(
+        "gather_rows", [sketch.weight("t", (7, 64)), index], ("T", 64), attributes={"first": 0}
+    )
     outputs = [linear(sketch, x, name, rows, True) for name, rows in (("a", 5), ("b", 1))]
     step = sketch.step(*outputs, table)
     quantise(step, QuantPlan(dict.fromkeys("abt", ZERO_POINTS), dict.fromkeys("ab", 32)))
@@ -88,7 +90,7 @@ def test_zero_points_come_last_in_place_of_minima(sketch: Any, kinds: Kinds) -> 
     assert names_of(gather) == ["t.codes", "t.scales", None, "index", "t.zeros"]
     stems = ["a+b.codes", "a+b.scales", None, "a.bias+b.bias", "a+b.zeros"]
     assert names_of(merged) == ["x", *stems]
-    assert attributes_of(gather) == {"zero": 0}
+    assert attributes_of(gather) == {"zero": 0, "first": 0}
     assert step.weights["a+b.zeros"] == Weight(("a", "b"), (6, 2), "uint8", ZERO_POINTS, ZEROS)
     assert step.graph.initializers["t.zeros"].dtype == ir.DataType.UINT8
 
@@ -96,14 +98,14 @@ def test_zero_points_come_last_in_place_of_minima(sketch: Any, kinds: Kinds) -> 
 def test_a_table_that_is_the_head_too_is_one_matrix_for_both(sketch: Any, kinds: Kinds) -> None:
     x, index = sketch.input("x", ROWS), sketch.input("index", ("T",), "int32")
     table = sketch.weight("embed.weight", (7, 64))
-    rows = sketch.node("gather_rows", [table, index], ("T", 64))
+    rows = sketch.node("gather_rows", [table, index], ("T", 64), attributes={"first": 0})
     step = sketch.step(rows, sketch.node("linear", [x, table], ("R", 7)))
     quantise(step, QuantPlan({"embed.weight": INT4}, {"embed.weight": 32}))
     assert sorted(kinds(step)) == ["gather_quantised_rows", "quantised_linear"]
     gather, head = sorted(step.graph, key=lambda node: node.op_type)
     parts = [f"embed.weight.{part}" for part in (CODES, SCALES, MINIMA)]
     assert names_of(gather) == [*parts, "index"]
-    assert attributes_of(gather) == {"zero": 0}
+    assert attributes_of(gather) == {"zero": 0, "first": 0}
     assert names_of(head) == ["x", *parts, None]
     assert set(step.weights) == set(step.graph.initializers) == set(parts)
 
@@ -111,8 +113,10 @@ def test_a_table_that_is_the_head_too_is_one_matrix_for_both(sketch: Any, kinds:
 def test_what_the_plan_leaves_out_stays(sketch: Any, kinds: Kinds) -> None:
     x, index = sketch.input("x", ROWS), sketch.input("index", ("T",), "int32")
     norm = sketch.node("rms_norm", [x, sketch.weight("n", (64,))], ROWS, attributes={"eps": 1e-5})
-    table = sketch.node("gather_rows", [sketch.weight("table", (7, 64)), index], ("T", 64))
-    computed = sketch.node("gather_rows", [norm, index], ("T", 64))
+    table = sketch.node(
+        "gather_rows", [sketch.weight("table", (7, 64)), index], ("T", 64), attributes={"first": 0}
+    )
+    computed = sketch.node("gather_rows", [norm, index], ("T", 64), attributes={"first": 0})
     outputs = [linear(sketch, norm, name, 5) for name in ("w", "router")]
     step = sketch.step(*outputs, table, computed)
     quantise(step, QuantPlan({"w": INT4}))

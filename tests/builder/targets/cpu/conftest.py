@@ -8,12 +8,13 @@ import pytest
 from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.sources.progress import PlainProgress
 from llmbuild.builder.stages import Stages
-from llmbuild.builder.targets.cpu.build import build_cpu
+from llmbuild.builder.targets.cpu.build import build_cpu, cpu_target
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.isa import supported_levels
-from llmbuild.runtime.manifest import KVLayout, Limits, Manifest
+from llmbuild.runtime.manifest import ALONE, SCHEMA_VERSION, KVLayout, Limits, Manifest
 
 
 @pytest.fixture
@@ -28,27 +29,27 @@ def build_engine(tmp_path: Path, kv_layout: Callable[..., KVLayout]) -> Callable
         kv = kv or kv_layout(config)
         level = supported_levels()[0]
         built = build_cpu(
-            *(step, config, read),
+            [RankGraph(step, config, kv, read)],
             name="m",
             limits=limits,
-            kv=kv,
             levels=[level],
             root=tmp_path,
             stages=Stages(PlainProgress()),
         )
         manifest = Manifest(
-            schema_version=3,
+            schema_version=SCHEMA_VERSION,
             llmbuild_version="0",
             name="m",
             model={},
             vocab_size=config.vocab_size,
             precision="fp32",
             quantised={},
-            target=built.target,
+            target=cpu_target([level]),
             limits=limits,
             buckets=[1, 4, 7],
             kv=kv,
-            ranks=[built.rank],
+            parallel=ALONE,
+            ranks=built.ranks,
             files={},
         )
         return Engine(tmp_path, manifest, level)

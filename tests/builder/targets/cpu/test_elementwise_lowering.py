@@ -36,7 +36,9 @@ class Drawn:
     def rows(self, name: str, width: int = WIDTH) -> ir.Value:
         self.widths[name] = width
         table = self.sketch.weight(name, (VOCAB, width))
-        return self.sketch.node("gather_rows", [table, self.tokens], ("T", width))
+        return self.sketch.node(
+            "gather_rows", [table, self.tokens], ("T", width), attributes={"first": 0}
+        )
 
     def number(self, value: float) -> ir.Value:
         attributes = {"value": ir.tensor(np.array(value, np.float32))}

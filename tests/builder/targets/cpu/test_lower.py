@@ -18,6 +18,7 @@ from llmbuild.builder.targets.cpu.plan import (
     Call,
     Count,
     Layout,
+    OwnRows,
     PackedWeight,
     Pool,
     Rows,
@@ -196,7 +197,8 @@ def test_rows_that_need_logits_are_gathered_after_the_last_attention(
     _, *gathers = calls(plan, "gather_rows")
     attention = calls(plan, "paged_attention")[-1]
     for gather, width in zip(gathers, (24, 20), strict=True):
-        source, index, rows, count = gather.arguments
+        source, own, index, rows, count = gather.arguments
+        assert own == OwnRows(0, Count(Rows.TOKENS))
         assert (source.buffer.rows, rows.buffer.rows) == (Rows.TOKENS, Rows.LOGIT_ROWS)
         assert (source.width, rows.width) == (width, width)
         assert (index, count) == (StepInput("logit_rows"), Count(Rows.LOGIT_ROWS))
@@ -217,7 +219,7 @@ def test_tied_embedding_is_one_tiled_weight_for_both_its_readers(
     tiled = PackedWeight("embed.weight", (37, 20), "bf16", Layout.TILES_OF_16)
     (gather,) = calls(plan, "gather_tiled_rows")
     assert gather.template == ("bf16", 20, 20)
-    assert gather.arguments[:2] == (tiled, StepInput("token_ids"))
+    assert gather.arguments[:3] == (tiled, OwnRows(0, 37), StepInput("token_ids"))
     assert plan.calls[-1].arguments[1] == tiled
     assert [weight for weight in plan.weights if "embed" in weight.name] == [tiled]
 

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ TILES, ROWS, CODES = Layout.TILES_OF_16, Layout.ROWS, Layout.CODES
 NO_KV = KVLayout(block_size=4, num_kv_heads=1, head_dim=2, layers=[])
 
 
-def plan_of(*weights: PackedWeight) -> StepPlan:
-    return StepPlan((), weights, Buffer("logits", Rows.LOGIT_ROWS, 1), NO_KV)
+def plan_of(*weights: PackedWeight, shared: Sequence[str] = ()) -> StepPlan:
+    logits = Buffer("logits", Rows.LOGIT_ROWS, 1)
+    return StepPlan((), weights, logits, NO_KV, hidden_size=1, shared=frozenset(shared))
 
 
 def values_of(weight: PackedWeight) -> Any:
@@ -36,10 +38,15 @@ def values_of(weight: PackedWeight) -> Any:
     return values.astype(DTYPES[weight.dtype])
 
 
+def whole(weight: PackedWeight) -> list[Any]:
+    """The values in one block."""
+    return [values_of(weight)]
+
+
 def packed(
     weight: PackedWeight, values: NDArray[np.generic] | QuantisedMatrix
 ) -> NDArray[np.generic]:
-    raw = b"".join(part.tobytes() for part in pack(weight, values))
+    raw = b"".join(part.tobytes() for part in pack(weight, [values]))
     return np.frombuffer(raw, DTYPES.get(weight.dtype, np.uint8))
 
 
@@ -115,7 +122,7 @@ def weights_file(tmp_path: Path) -> tuple[Path, StepPlan]:
         PackedWeight("head", (33, 3), "bf16", TILES),
     )
     written: list[int] = []
-    total = write_weights(plan, values_of, tmp_path / "w.safetensors", written.append)
+    total = write_weights(plan.weights, whole, tmp_path / "w.safetensors", written.append)
     assert total == sum(written) == sum(map(packed_bytes, plan.weights))
     return tmp_path / "w.safetensors", plan
 
@@ -150,6 +157,12 @@ def test_every_tensor_starts_aligned_where_the_code_looks_for_it(
     assert len(raw) == data + end
 
 
+def test_shared_weights_are_counted_by_themselves() -> None:
+    a, b, c, d = (PackedWeight(name, (n, 16), "fp32", ROWS) for n, name in enumerate("abcd", 1))
+    assert weight_offsets(plan_of(a, b, c, d, shared="bd")) == {"a": 0, "c": 64, "b": 0, "d": 128}
+    assert weight_offsets(plan_of(a, b, shared="ab")) == {"a": 0, "b": 64}
+
+
 @pytest.mark.parametrize(
     "shape", [(2048, 16384), (16384, 2048), (65536, 512), (16, 2048, 1024), (64, 1024, 512)]
 )
@@ -161,7 +174,7 @@ def test_packing_a_big_tensor_makes_no_second_whole_one(
     values = np.zeros(shape, DTYPES["bf16"])  # 64 MiB
     tracemalloc.start()
     try:
-        write_weights(plan_of(weight), lambda _: values, tmp_path / "w", lambda _: None)
+        write_weights([weight], lambda _: [values], tmp_path / "w", lambda _: None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
