@@ -278,7 +278,8 @@ class MemoryRanks final : public Ranks {
   // x[i] = the sum of all ranks' parts in their order, of which x has the own.
   void sum(float* const* slots, float* x, Range range) const {
     constexpr int kVectors = 4;
-    const auto part = [&](int t) { return t == tp_rank() ? x : slots[t]; };
+    const int own = tp_rank();
+    const auto part = [&](int t) { return t == own ? x : slots[t]; };
     int i = range.begin;
     for (; i + kVectors * kLanes <= range.end; i += kVectors * kLanes) {
       f32x16 sums[kVectors];
