@@ -183,7 +183,10 @@ RESEALED: dict[str, Callable[[dict[str, Any]], object]] = {
     "another KV dtype": lambda m: [
         run.update(v_dtype="bf16") for layer in m["kv"]["layers"] for run in layer["heads"]
     ],
-    "fewer logits": lambda m: (m.update(vocab_size=100), m["model"].update(vocab_size=100)),
+    "fewer logits": lambda m: [
+        *(each.update(vocab_size=100) for each in (m, m["model"])),
+        m["ranks"][0]["tokens"].update(count=100),
+    ],
     "another arena": lambda m: m["ranks"][0].update(arena_bytes=1),
 }
 

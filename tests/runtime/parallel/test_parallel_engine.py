@@ -216,6 +216,7 @@ command_line.main()
 OPEN = """
 import os, signal, sys, time
 from llmbuild import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 llm = LLM(sys.argv[1])
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 print(*(each.id for each in llm._executor._peers._processes.values()), flush=True)

@@ -40,7 +40,7 @@ def plan_with(lifetimes: Lifetimes) -> StepPlan:
         starts = [b for b, (first, _, _) in zip(buffers, lifetimes, strict=True) if first == index]
         views = tuple(View(buffer, 0, buffer.width) for buffer in ends)
         calls.append(Call("kernel", (), views, (*starts, LOGITS)))
-    return StepPlan(tuple(calls), (), LOGITS, NO_KV)
+    return StepPlan(tuple(calls), (), LOGITS, NO_KV, hidden_size=1)
 
 
 def live_bytes(plan: StepPlan, limits: Limits) -> list[int]:

@@ -17,6 +17,7 @@ from llmbuild.builder.targets.cpu.pack import packed_bytes, weight_offsets
 from llmbuild.builder.targets.cpu.plan import (
     Call,
     Layout,
+    OwnRows,
     PackedWeight,
     Rows,
     StepInput,
@@ -167,7 +168,7 @@ def test_a_quantised_embedding_is_one_matrix_for_rows_and_head(
     matrix = PackedWeight("embed.weight", (37, 64), "int4", Layout.CODES, INT4)
     (gather,) = calls(plan, "gather_quantised_rows")
     assert gather.template == ("Grid<4, 32, true>", 64, 64)
-    assert gather.arguments[:2] == (matrix, StepInput("token_ids"))
+    assert gather.arguments[:3] == (matrix, OwnRows(0, matrix.shape[0]), StepInput("token_ids"))
     (head,) = calls(plan, "int8_linear")
     assert head.arguments[1] == matrix
     assert [weight for weight in plan.weights if "embed" in weight.name] == [matrix]
