@@ -17,6 +17,7 @@ _HOMES = {  # of each command, which is imported when it's asked for
     "fetch": "llmbuild.builder.fetch_cli:fetch_command",
     "generate": "llmbuild.runtime.generate_cli:generate_command",
     "inspect": "llmbuild.runtime.inspect_cli:inspect",
+    "kernels": "llmbuild.builder.targets.gpu.kernels_cli:kernels_command",
     "models": "llmbuild.builder.models.models_cli:models_command",
     "plan": "llmbuild.builder.planning.cli:plan_command",
     "verify": "llmbuild.runtime.verify_cli:verify_command",
