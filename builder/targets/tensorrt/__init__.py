@@ -1,0 +1,1 @@
+"""The TensorRT targets: a step graph becomes a strongly typed network, and that a plan."""

@@ -1,0 +1,77 @@
+"""Build a plan for several GPUs with TensorRT for RTX, which needs no GPU for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmbuild.builder.graph.materialise import ReadTensor
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
+from llmbuild.builder.targets.tensorrt.log import CollectedLog
+from llmbuild.builder.targets.tensorrt.lower import lower
+from llmbuild.builder.targets.tensorrt.profiles import profiles
+from llmbuild.errors import BuildError
+from llmbuild.runtime.plan_header import CAPABILITY_BITS
+
+
+def build_plan(
+    step: StepGraph,
+    config: DecoderConfig,
+    limits: Limits,
+    activations: ActivationDtype,
+    read: ReadTensor,
+    capabilities: Sequence[int],
+) -> bytes:
+    """The serialised plan of a step graph that went through the passes.
+
+    config: that of the graph's shard. capabilities: compute capabilities to build for, 89 for 8.9.
+    Raises BuildError where TensorRT isn't installed, and for what it can't build, with the layer.
+    """
+    trt = _tensorrt_rtx()
+    _check_capabilities(capabilities)
+    log = CollectedLog(trt)
+    builder = trt.Builder(log.logger)
+    flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    try:
+        lowering = lower(trt, network, step, config, limits, activations, read)
+    except BuildError as error:
+        raise BuildError(f"{error}: {log.text()}" if log.errors else str(error)) from error
+    settings = builder.create_builder_config()
+    settings.num_compute_capabilities = len(capabilities)
+    for index, capability in enumerate(capabilities):
+        settings.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), index)
+    _add_profiles(builder, settings, lowering.inputs, limits)
+    plan = builder.build_serialized_network(network, settings)
+    if plan is None:
+        raise BuildError(f"TensorRT can't build the plan: {log.text()}")
+    return bytes(plan)
+
+
+def _tensorrt_rtx() -> Any:
+    try:
+        import tensorrt_rtx
+    except ImportError as error:
+        raise BuildError(
+            f"the tensorrt-rtx target needs TensorRT for RTX ({error}); "
+            "install it: pip install 'llmbuild[tensorrt-rtx]'"
+        ) from error
+    return tensorrt_rtx
+
+
+def _check_capabilities(capabilities: Sequence[int]) -> None:
+    unknown = [each for each in capabilities if each not in CAPABILITY_BITS]
+    if unknown or not capabilities:
+        known = ", ".join(map(str, CAPABILITY_BITS))
+        raise BuildError(
+            f"TensorRT for RTX builds for compute capabilities {known}, not {unknown or 'none'}"
+        )
+
+
+def _add_profiles(builder: Any, settings: Any, inputs: dict[str, Any], limits: Limits) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+    for ranges in profiles(shapes, limits):
+        profile = builder.create_optimization_profile()
+        for name, sizes in ranges.items():
+            profile.set_shape(name, sizes.least, sizes.best, sizes.most)
+        settings.add_optimization_profile(profile)

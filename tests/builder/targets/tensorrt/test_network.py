@@ -1,0 +1,266 @@
+"""Networks, computed in numpy by a fake of TensorRT's API, against the step graph in torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from fake_tensorrt import FakeNetwork, FakeTensorRT, Tensor, Type
+from network_models import FAMILIES, GRID_SIZES, SCHEMES, Model
+from numpy.typing import NDArray
+
+from llmbuild.builder.graph.materialise import as_torch, materialise_matrix
+from llmbuild.builder.graph.passes.rewrite import nodes_of
+from llmbuild.builder.graph.reference import run_steps
+from llmbuild.builder.models.config import RopeConfig
+from llmbuild.builder.targets.tensorrt.limits import Limits, cache_name, updated_name
+from llmbuild.builder.targets.tensorrt.linears import quantised_linear
+from llmbuild.builder.targets.tensorrt.lower import lower
+from llmbuild.builder.targets.tensorrt.lowering import Lowering
+from llmbuild.errors import BuildError
+from llmbuild.plugins.common.kv_pools import LayerPools
+from llmbuild.plugins.linear.op import quantised_linear as reference_linear
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
+from llmbuild.runtime.batch import StepBatch
+
+LIMITS = Limits(batch=2, chunk=5, capacity=16)
+LENGTHS = (5, 3)  # the second sequence has two tokens of padding in the first step
+DTYPES = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+# Of the largest logit: what a few roundings to 11 and to 8 bits add up to.
+TOLERANCES = {"fp16": 0.01, "bf16": 0.06}
+TOKENS = np.random.default_rng(3).integers(0, 37, (2, 6)).astype(np.int32)  # the last: decoded
+
+Feeds = dict[str, NDArray[Any]]
+
+
+def context_feeds(model: Model, dtype: np.dtype[Any]) -> Feeds:
+    """Both prompts, the shorter one padded."""
+    config = model.config
+    shape = (2, config.num_kv_heads, LIMITS.capacity, config.head_dim)
+    caches = {
+        cache_name(layer, kind): np.full(shape, 9.0).astype(dtype)  # what nothing may read
+        for layer in range(config.num_layers)
+        for kind in "kv"
+    }
+    return caches | {
+        "token_ids": TOKENS[:, :5],
+        "positions": np.tile(np.arange(5, dtype=np.int32), (2, 1)),
+        "kv_lengths": np.array([5, 5], np.int32),
+        "write_indices": np.zeros(2, np.int32),
+        "logit_rows": np.array([4, 5 + 2], np.int32),
+    }
+
+
+def decode_feeds(before: FakeNetwork) -> Feeds:
+    """A token more for each."""
+    lengths = np.array(LENGTHS, np.int32)
+    caches = {
+        name: before.outputs[f"{name}.updated"].values
+        for name in before.inputs
+        if name.startswith("cache.")
+    }
+    return caches | {
+        "token_ids": TOKENS[[0, 1], list(LENGTHS)][:, None],
+        "positions": lengths[:, None],
+        "kv_lengths": lengths + 1,
+        "write_indices": lengths,
+        "logit_rows": np.array([0, 1], np.int32),
+    }
+
+
+def network_of(
+    model: Model, feeds: Feeds, activations: str, **kind: Any
+) -> tuple[FakeNetwork, Lowering]:
+    network = FakeNetwork(feeds, **kind)
+    arguments = (model.step, model.config, LIMITS, activations, model.read)
+    return network, lower(FakeTensorRT(), network, *arguments)  # type: ignore[arg-type]
+
+
+def reference_logits(model: Model) -> list[NDArray[np.float32]]:
+    """Of the prompts' last tokens, and of the decoded ones."""
+    prompts = StepBatch(
+        token_ids=np.concatenate([TOKENS[0, :5], TOKENS[1, :3]]),
+        positions=np.concatenate([np.arange(5), np.arange(3)]).astype(np.int32),
+        query_start=np.array([0, 5, 8], np.int32),
+        kv_lengths=np.array(LENGTHS, np.int32),
+        block_tables=np.array([[1], [2]], np.int32),
+        logit_rows=np.array([4, 7], np.int32),
+    )
+    decoded = StepBatch(
+        token_ids=TOKENS[[0, 1], list(LENGTHS)],
+        positions=np.array(LENGTHS, np.int32),
+        query_start=np.array([0, 1, 2], np.int32),
+        kv_lengths=np.array(LENGTHS, np.int32) + 1,
+        block_tables=np.array([[1], [2]], np.int32),
+        logit_rows=np.array([0, 1], np.int32),
+    )
+    heads = model.config.num_kv_heads
+    shape = (3, heads, LIMITS.capacity, model.config.head_dim)
+    pools = [
+        LayerPools.filled(shape, ["fp32"] * heads, ["fp32"] * heads)
+        for _ in range(model.config.num_layers)
+    ]
+    return run_steps(model.step, model.read, [prompts, decoded], pools)
+
+
+def assert_same_logits(model: Model, activations: str, tolerance: float | None = None) -> None:
+    context, _ = network_of(model, context_feeds(model, DTYPES[activations]), activations)
+    decode, _ = network_of(model, decode_feeds(context), activations)
+    for network, expected in zip((context, decode), reference_logits(model), strict=True):
+        logits = network.outputs["logits"]
+        assert logits.dtype is Type.float32
+        assert logits.shape == expected.shape
+        error = np.abs(logits.values - expected).max() / np.abs(expected).max()
+        assert error < (tolerance or TOLERANCES[activations])
+
+
+def matrix_of(model: Model, node: ir.Node) -> QuantisedMatrix:
+    assert node.inputs[1] is not None
+    return materialise_matrix(model.step.weights[str(node.inputs[1].name)], model.read)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_prompts_and_of_decoded_tokens_are_the_step_graphs(
+    model_of: Callable[..., Model], family: str
+) -> None:
+    assert_same_logits(model_of(**FAMILIES[family]), "fp16")
+
+
+def test_bf16_activations_give_the_step_graphs_logits(model_of: Callable[..., Model]) -> None:
+    assert_same_logits(model_of(**FAMILIES["qwen3"]), "bf16")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_weights_give_the_step_graphs_logits(
+    model_of: Callable[..., Model], scheme: str, tied: bool
+) -> None:
+    model = model_of(scheme, **GRID_SIZES, tie_embeddings=tied)
+    # Where activations are rounded to int8, what fp16 has changed moves some to the next code.
+    assert_same_logits(model, "fp16", tolerance=0.2 if scheme == "w8a8-static" else None)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_linear_is_the_step_graphs(model_of: Callable[..., Model], scheme: str) -> None:
+    model = model_of(scheme, **GRID_SIZES)
+    _, lowering = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    node = nodes_of(model.step.graph, "quantised_linear")[1]
+    codes, scales = (as_torch(values) for values in matrix_of(model, node).arrays)
+    x = np.random.default_rng(1).standard_normal((7, codes.shape[1])).astype(np.float16)
+    lowering.tensors[node.inputs[0]] = Tensor(x, Type.float16)
+    lowering.begin(node)
+    quantised_linear(lowering, node)
+    group = node.attributes["activation_group"].as_int()
+    static = torch.tensor([0.04]) if group else None
+    zero = node.attributes["zero"].as_int()
+    y = reference_linear(
+        torch.from_numpy(x).float(), codes, scales, None, None, zero, group, None, static
+    )
+    assert np.abs(lowering.tensors[node.outputs[0]].values - y.numpy()).max() < 2e-3 * y.abs().max()
+
+
+def test_int8_weights_go_with_bf16_activations(model_of: Callable[..., Model]) -> None:
+    assert_same_logits(model_of("w8a16", **GRID_SIZES), "bf16")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_has_the_step_graphs_shape(model_of: Callable[..., Model], family: str) -> None:
+    model = model_of(**FAMILIES[family])
+    _, lowering = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    sizes = {"T": 10, "R": 2, "S": 2}
+    inputs = set(model.step.graph.inputs)
+    for value, tensor in lowering.tensors.items():
+        assert value.shape is not None
+        expected = tuple(sizes.get(str(size), size) for size in value.shape)
+        assert np.prod(tensor.shape) == np.prod(expected), value.name
+        if len(tensor.shape) == len(expected):
+            assert tensor.shape == expected, value.name
+        is_logits = value is model.step.graph.outputs[0]
+        assert tensor.dtype is (Type.int32 if value in inputs else Type.float16) or is_logits
+
+
+def test_caches_come_out_updated_by_their_names(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+    network, _ = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    names = [updated_name(layer, kind) for layer in range(2) for kind in "kv"]
+    assert list(network.outputs) == ["logits", *names]
+    updated = network.outputs[names[0]].values
+    assert (updated[:, :, :5] != 9.0).any()
+    assert (updated[:, :, 5:] == 9.0).all()
+
+
+def test_layers_are_named_after_the_values_they_make(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+    network, _ = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    names = [layer.name for layer in network.layers if layer.name]
+    assert len(set(names)) == len(names)
+    assert "paged_attention_1.attention_v2.2" in names
+
+
+def test_sizes_of_one_name_are_equal(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+    network, _ = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    assert network.inputs["token_ids"].dimensions == {0: "B", 1: "L"}
+    assert network.inputs[cache_name(1, "v")].dimensions == {0: "B"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"attention_soft_cap": 5.0}, "paged_attention with a soft cap"),
+        ({"attention_sinks": True}, "paged_attention with attention sinks"),
+        ({"windows": (0, 4)}, "paged_attention with a window of 4 tokens"),
+        (
+            {"ropes": (RopeConfig("dynamic", 1e4, 4, factor=2.0, original_max_position=8),)},
+            "dynamic_rope_table with frequencies that follow",
+        ),
+    ],
+)
+def test_what_native_layers_cannot_do_is_refused_by_name(
+    model_of: Callable[..., Model], overrides: dict[str, Any], words: str
+) -> None:
+    model = model_of(**overrides)
+    with pytest.raises(BuildError, match=words):
+        network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+
+
+def test_a_window_that_a_cache_cannot_exceed_is_no_window(
+    model_of: Callable[..., Model],
+) -> None:
+    assert_same_logits(model_of(windows=(16, 0)), "fp16")
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        (WeightGrid(4, 32, symmetric=False), "groups of 32, with minimum"),
+        (WeightGrid(4, 32, symmetric=False, zero_points=True), "with zero points"),
+        (WeightGrid(8, 32, symmetric=True), "int8, groups of 32"),
+    ],
+)
+def test_grids_without_a_kernel_are_refused_by_name(
+    model_of: Callable[..., Model], grid: WeightGrid, words: str
+) -> None:
+    model = model_of("w4a16", grid=grid, **GRID_SIZES)
+    with pytest.raises(BuildError, match=words):
+        network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+
+
+def test_int4_weights_with_bf16_activations_are_refused(model_of: Callable[..., Model]) -> None:
+    model = model_of("w4a16", **GRID_SIZES)
+    with pytest.raises(BuildError, match="int4 weights and bf16 activations"):
+        network_of(model, context_feeds(model, DTYPES["bf16"]), "bf16")
+
+
+def test_weights_beyond_fp16_are_refused_by_name(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+
+    def read(name: str) -> Any:
+        return model.read(name) * (1e6 if name == "layers.1.mlp.down_proj.weight" else 1)
+
+    large = Model(model.step, model.config, read)
+    with pytest.raises(BuildError, match=r"layers\.1\.mlp\.down_proj\.weight holds .*choose bf16"):
+        network_of(large, context_feeds(model, DTYPES["fp16"]), "fp16")
