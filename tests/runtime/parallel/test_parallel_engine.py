@@ -118,11 +118,15 @@ def test_killed_rank_ends_all_requests_and_is_named(
     pids = processes(llm)
     bystanders: list[Stream] = []
 
+    def generate() -> None:
+        bystanders.append(llm.stream([5], LONG))
+        llm.generate(PROMPTS, LONG)
+
     def generate_for_ever() -> None:
         while True:
-            bystanders.append(llm.stream([5], LONG))
-            llm.generate(PROMPTS, LONG)
+            generate()
 
+    generate()
     threading.Timer(0.2, os.kill, (pids[rank], number)).start()
     started_s = time.monotonic()
     with pytest.raises(RankError) as caught:
