@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeGuard, overload
 from llmbuild.errors import RequestError, UserError
 from llmbuild.runtime.chat import Message, load_chat_template
 from llmbuild.runtime.executors.open import RANK_TIMEOUT_S, check_rank_timeout, open_executor
+from llmbuild.runtime.interrupts import deferred_interrupts
 from llmbuild.runtime.kv.manager import KVManager
 from llmbuild.runtime.kv.pool import BlockPool
 from llmbuild.runtime.kv.sizing import choose_num_blocks
@@ -148,8 +149,9 @@ class LLM:
         each = _params_of_each(len(prompts), params)
         outcomes: list[Request | Completion] = []
         try:
-            for prompt, own in zip(prompts, each, strict=True):
-                outcomes.append(self._submit_or_refuse(prompt, own))
+            with deferred_interrupts():  # or a request could be in the loop and not in the list
+                for prompt, own in zip(prompts, each, strict=True):
+                    outcomes.append(self._submit_or_refuse(prompt, own))
             requests = [outcome for outcome in outcomes if isinstance(outcome, Request)]
             self._drive(requests)
         finally:
@@ -193,11 +195,12 @@ class LLM:
 
         Several streams can be read in turn by one thread. Closing one ends its request.
         """
-        return Stream(self, self._submit(prompt, params))
+        with deferred_interrupts():
+            return Stream(self, self._submit(prompt, params))
 
     def close(self) -> None:
         """Cancel what is live and give all memory back; a second call does nothing."""
-        with self._lock:
+        with self._lock, deferred_interrupts():
             if self._is_closed:
                 return
             self._is_closed = True
@@ -208,7 +211,7 @@ class LLM:
 
     def check(self) -> None:
         """Assert the invariants of the loop, the scheduler and the KV memory."""
-        with self._lock:
+        with self._lock, deferred_interrupts():
             self._loop.check()
 
     def __enter__(self) -> Self:
@@ -223,12 +226,15 @@ class LLM:
         self.close()
 
     def _complete_one(self, prompt: object, params: object) -> Completion:
-        request = self._submit(prompt, params)
+        requests: list[Request] = []
         try:
-            self._drive([request])
+            with deferred_interrupts():
+                requests.append(self._submit(prompt, params))
+            self._drive(requests)
         finally:
-            self._release(request)
-        return _completion(request)
+            for request in requests:
+                self._release(request)
+        return _completion(requests[0])
 
     def _submit(self, prompt: object, params: object) -> Request:
         """Queue a request, whatever the caller gave; raises RequestError."""
@@ -242,7 +248,7 @@ class LLM:
             raise RequestError(
                 f"a prompt is text or a list of token ids, got {type(prompt).__name__}"
             )
-        with self._lock:
+        with self._lock, deferred_interrupts():
             if self._is_closed:
                 raise UserError("this LLM is closed; open the engine again")
             return self._loop.submit(prompt, params)
@@ -263,14 +269,14 @@ class LLM:
         """Run steps until all of `requests` have ended, whoever ends them."""
         for request in requests:
             while request.finish_reason is None:
-                with self._lock:
+                with self._lock, deferred_interrupts():
                     if request.finish_reason is None:
                         self._loop.step()
 
     def _next_chunk(self, request: Request) -> StreamChunk | None:
         """Run steps until the request has a chunk; None after its last one."""
         while True:
-            with self._lock:
+            with self._lock, deferred_interrupts():
                 if request.chunks:
                     return request.chunks.popleft()
                 if request.finish_reason is not None:
@@ -279,7 +285,7 @@ class LLM:
 
     def _release(self, request: Request) -> None:
         """Cancel a request unless it has ended."""
-        with self._lock:
+        with self._lock, deferred_interrupts():
             self._loop.cancel(request)
 
 
