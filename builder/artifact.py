@@ -24,7 +24,7 @@ from typing import Self
 import msgspec
 
 from llmbuild.errors import BuildError, EngineError, InternalError
-from llmbuild.runtime.engine import check_files, check_target, files_under, sha256
+from llmbuild.runtime.engine import check_files, check_plans, files_under, sha256
 from llmbuild.runtime.manifest import (
     MANIFEST_NAME,
     File,
@@ -40,6 +40,11 @@ _REFERENCE = "reference"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+def out_path(out: str | os.PathLike[str] | None, name: str) -> Path:
+    """Where to publish an engine of this name: as given, or engines/<name>."""
+    return Path(out) if out else Path("engines") / name
 
 
 class EngineWriter:
@@ -209,8 +214,8 @@ def _check(root: Path) -> None:
     an engine may be compiled for levels that this one lacks."""
     try:
         manifest = read_manifest(root)
-        check_target(manifest.target)
         check_files(root, manifest)
+        check_plans(root, manifest)
     except EngineError as error:
         raise InternalError(f"the compiled engine would be refused at load: {error}") from error
 

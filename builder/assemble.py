@@ -28,6 +28,7 @@ from llmbuild.runtime.manifest import (
     Manifest,
     QuantisedTensor,
 )
+from llmbuild.runtime.target import Target
 from llmbuild.version import __version__
 
 
@@ -79,16 +80,75 @@ def assemble(
     Raises RecipeError where the model can't be divided as the recipe wants.
     """
     write_tokenizer(model.path, root)
-    config = model.config
+    graphs = make_graphs(
+        *(model.config, resolved, step, quant_plan, kv, read, kv_scales), root, stages, dump_dir
+    )
+    manifest = begin_manifest(model.config, resolved, quant_plan, kv, cpu_target(levels))
+    built = build_cpu(
+        graphs,
+        name=resolved.name,
+        limits=manifest.limits,
+        levels=levels,
+        root=root,
+        stages=stages,
+        only_rank=only_rank,
+    )
+    is_alone = manifest.parallel == ALONE
+    return Assembled(
+        manifest=msgspec.structs.replace(manifest, ranks=built.ranks),
+        step=step,
+        quant_plan=quant_plan,
+        plan=built.plans[0] if is_alone else lower(step, model.config, kv),
+        read=read,
+        graphs=graphs,
+        rank_plans=built.plans,
+    )
+
+
+def make_graphs(
+    config: DecoderConfig,
+    resolved: ResolvedRecipe,
+    step: StepGraph,
+    quant_plan: QuantPlan,
+    kv: KVLayout,
+    read: PlannedReader,
+    kv_scales: Scales,
+    root: Path,
+    stages: Stages,
+    dump_dir: Path | None = None,
+) -> list[RankGraph]:
+    """Run the passes on the step graph, and divide the model; the graphs are left below `root`.
+    Raises RecipeError where it can't be divided as the recipe wants."""
     with stages.stage("passes"):
         run_passes(step, dump_dir, quant_plan, kv_scales)
         step.save(root / "graph" / "step.onnx")
-    limits = Limits(
-        max_sequence_length=resolved.limits.max_sequence_length,
-        max_step_tokens=resolved.limits.max_step_tokens,
-        max_sequences=resolved.limits.max_sequences,
-    )
-    manifest = Manifest(
+    parallel = resolved.parallel.of_ranks
+    if parallel == ALONE:
+        return [RankGraph(step, config, kv, read)]
+    with stages.stage("divide"):
+        graphs = rank_graphs(
+            parallel, config, traced_precision(resolved), quant_plan, kv, kv_scales, read
+        )
+        for graph in graphs:
+            graph.step.save(root / "graph" / f"rank{graph.shard.rank}.onnx")
+    return graphs
+
+
+def traced_precision(resolved: ResolvedRecipe) -> str:
+    """Of the step graph's matrices. What becomes fp16 is traced as fp32, so that the reference is
+    the model as it is."""
+    return "fp32" if resolved.precision == "fp16" else resolved.precision
+
+
+def begin_manifest(
+    config: DecoderConfig,
+    resolved: ResolvedRecipe,
+    quant_plan: QuantPlan,
+    kv: KVLayout,
+    target: Target,
+) -> Manifest:
+    """The manifest of an engine that has no ranks and files yet."""
+    return Manifest(
         schema_version=SCHEMA_VERSION,
         llmbuild_version=__version__,
         name=resolved.name,
@@ -96,40 +156,17 @@ def assemble(
         vocab_size=config.vocab_size,
         precision=resolved.precision,
         quantised=_quantised(quant_plan),
-        target=cpu_target(levels),
-        limits=limits,
+        target=target,
+        limits=Limits(
+            max_sequence_length=resolved.limits.max_sequence_length,
+            max_step_tokens=resolved.limits.max_step_tokens,
+            max_sequences=resolved.limits.max_sequences,
+        ),
         buckets=list(resolved.buckets),
         kv=kv,
         parallel=resolved.parallel.of_ranks,
         ranks=[],
         files={},
-    )
-    if manifest.parallel == ALONE:
-        graphs = [RankGraph(step, config, kv, read)]
-    else:
-        with stages.stage("divide"):
-            graphs = rank_graphs(
-                manifest.parallel, config, resolved.precision, quant_plan, kv, kv_scales, read
-            )
-            for graph in graphs:
-                graph.step.save(root / "graph" / f"rank{graph.shard.rank}.onnx")
-    built = build_cpu(
-        graphs,
-        name=resolved.name,
-        limits=limits,
-        levels=levels,
-        root=root,
-        stages=stages,
-        only_rank=only_rank,
-    )
-    return Assembled(
-        manifest=msgspec.structs.replace(manifest, ranks=built.ranks),
-        step=step,
-        quant_plan=quant_plan,
-        plan=built.plans[0] if manifest.parallel == ALONE else lower(step, config, kv),
-        read=read,
-        graphs=graphs,
-        rank_plans=built.plans,
     )
 
 

@@ -5,38 +5,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmbuild.builder.artifact import EngineWriter, seal_engine
+from llmbuild.builder.artifact import EngineWriter, out_path, seal_engine
 from llmbuild.builder.assemble import Assembled, Model, assemble
-from llmbuild.builder.calibration.calibrate import Calibration
-from llmbuild.builder.checkpoint import open_checkpoint
-from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
+from llmbuild.builder.compile_plans import compile_plans
 from llmbuild.builder.gate import GateResult, check_texts, reference_recipe, run_gate
-from llmbuild.builder.graph.trace import trace
-from llmbuild.builder.models.families import family_of
-from llmbuild.builder.models.weights import ModelWeights
-from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
+from llmbuild.builder.open_model import open_model, state_recipe
+from llmbuild.builder.prepare import prepare
 from llmbuild.builder.rank_set import RankSet, check_rank
 from llmbuild.builder.recipe.recipe import (
-    NATIVE,
     Recipe,
     ResolvedRecipe,
     effective_yaml,
     load_recipe,
 )
+from llmbuild.builder.recipe.target import NATIVE
 from llmbuild.builder.report.compiled_precision import require_planned
 from llmbuild.builder.report.page import write_report
 from llmbuild.builder.report.report import make_report
 from llmbuild.builder.report.rounding_losses import rounding_losses
 from llmbuild.builder.shard.split import check_parallel
-from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.read_precision import read_precision
 from llmbuild.builder.verify import verify_engine
-from llmbuild.cache import cache_root
-from llmbuild.quant.kv import needs_channel_scales
-from llmbuild.quant.reader import planned_reader
+from llmbuild.errors import RecipeError
+from llmbuild.runtime.target import TENSORRT_RTX
 
 
 def compile(
@@ -88,9 +82,16 @@ def _compile(
     recipe_path = Path(recipe_path)
     base_dir = recipe_path.parent
     recipe = load_recipe(recipe_path, overrides)
+    if recipe.target.kind == TENSORRT_RTX:
+        if rank is not None:
+            raise RecipeError(
+                f"--rank {rank}: leave it out, {TENSORRT_RTX} builds the plans of all ranks in one "
+                "call"
+            )
+        return compile_plans(recipe, base_dir, out, dump_dir, progress)
     if rank is not None:
         check_rank(rank, recipe.parallel.of_ranks)
-    levels = toolchain.resolve_levels(recipe.target.isa)
+    levels = toolchain.resolve_levels(recipe.target.isa or (NATIVE,))
     toolchain.find_compiler()
     reference = None
     if recipe.gate is not None:
@@ -98,12 +99,12 @@ def _compile(
         reference = reference_recipe(recipe)
     stages = Stages(progress or PlainProgress())
 
-    with EngineWriter(Path(out) if out else Path("engines") / recipe.name) as writer:
+    with EngineWriter(out_path(out, recipe.name)) as writer:
         root = writer.root
         model = open_model(recipe, base_dir, stages)
         check_parallel(recipe.parallel.of_ranks, model.config)
         resolved = recipe.resolve(model.config.max_position)
-        _state_recipe(resolved, root, stages.progress)
+        state_recipe(resolved, root, stages.progress)
         others = None if rank is None else _rank_set(writer.out, resolved)
         assembled = build_engine(model, resolved, base_dir, root, levels, stages, dump_dir, rank)
         if rank is not None and others is not None:
@@ -154,27 +155,15 @@ def build_engine(
 ) -> Assembled:
     """Plan, calibrate where the plan asks for it, and write an engine's files below `root`; with
     `rank` those of this rank alone."""
-    write_tokenizer(model.path, root)
-    with stages.stage("trace"):
-        step = trace(model.config, resolved.precision)
-    plan = plan_quantisation(resolved.quantisation, step, model.weights)
-    untie_head(step, plan)
-    calibration = Calibration(model, resolved, base_dir, root, stages)
-    calibrated = calibration.tensors(plan) if plan.needs_calibration else None
-    if calibrated is not None:
-        plan = calibrated.with_scales(plan)
-    kv = kv_layout(resolved, model.config)
-    kv_scales = {}
-    if needs_channel_scales(kv):
-        kv_scales = calibration.kv_scales(kv, plan, calibrated)
+    prepared = prepare(model, resolved, base_dir, root, stages)
     assembled = assemble(
         model,
         resolved,
-        step,
-        plan,
-        kv,
-        planned_reader(model.weights, plan, calibrated),
-        kv_scales=kv_scales,
+        prepared.step,
+        prepared.plan,
+        prepared.kv,
+        prepared.read,
+        kv_scales=prepared.kv_scales,
         levels=levels,
         root=root,
         stages=stages,
@@ -184,34 +173,9 @@ def build_engine(
     for graph, rank_plan in zip(assembled.graphs, assembled.rank_plans, strict=True):
         compiled = read_precision(rank_plan, graph.step)
         require_planned(compiled, assembled.manifest, graph.step, graph.kv)
-    return assembled if calibrated is None else replace(assembled, product_losses=calibrated.losses)
-
-
-def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
-    """Fetch and open the recipe's model."""
-    with stages.stage("fetch", shows_bars=True):
-        path = fetch(
-            parse_source(recipe.model.source),
-            recipe.model.sha256,
-            base_dir=base_dir,
-            cache_dir=cache_root(),
-            progress=stages.progress,
-        )
-    with stages.stage("read checkpoint"):
-        checkpoint = open_checkpoint(path)
-        family = family_of(checkpoint.config)
-        config = family.translate(checkpoint.config)
-        weights = ModelWeights(checkpoint, family, config)
-    for note in checkpoint.notes:
-        stages.progress.note(note)
-    return Model(path, config, weights)
-
-
-def _state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> None:
-    """Print the effective recipe, and keep it in the engine."""
-    text = effective_yaml(resolved)
-    progress.note("effective recipe:\n" + "".join(f"  {line}\n" for line in text.splitlines()))
-    (root / "recipe.yaml").write_text(text)
+    if prepared.calibrated is None:
+        return assembled
+    return replace(assembled, product_losses=prepared.calibrated.losses)
 
 
 def _hold_to_gate(

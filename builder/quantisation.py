@@ -16,17 +16,25 @@ from llmbuild.builder.recipe.quantisation import ROW, UNQUANTISED, Precisions, Q
 from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.errors import RecipeError
 from llmbuild.quant.grid import WeightGrid
-from llmbuild.quant.plan import Candidate, QuantPlan, Rule, make_plan
+from llmbuild.quant.plan import (
+    WIDEST_ACTIVATION_GROUP,
+    Candidate,
+    QuantPlan,
+    Rule,
+    make_plan,
+)
 from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime.manifest import KVLayer, KVLayout
+from llmbuild.runtime.target import CPU
 
 Choice = TypeVar("Choice")
 
 
 def plan_quantisation(
-    quantisation: Quantisation, step: StepGraph, weights: ModelWeights
+    quantisation: Quantisation, step: StepGraph, weights: ModelWeights, target: str = CPU
 ) -> QuantPlan:
     """The plan for a step graph that no pass has changed yet; the recipe is a resolved one.
+    target: the kernels of tensorrt-rtx have one scale for all of a linear's activations.
 
     Every linear is quantised but a mixture's router, whose logits choose experts. Tables (an
     embedding that isn't the head as well) change only where their stored codes are kept. Where a
@@ -41,7 +49,8 @@ def plan_quantisation(
         Candidate(name, step.weights[name].shape, weights.stored_grid(name), name not in linears)
         for name in dict.fromkeys([*linears, *tables])
     ]
-    plan = make_plan(rules, candidates)
+    widest = WIDEST_ACTIVATION_GROUP if target == CPU else None
+    plan = make_plan(rules, candidates, widest)
     shared = [name for name in tables if name in linears and name in plan.methods]
     return _with_own_head(plan, weights.stored_grid(shared[0])) if shared else plan
 

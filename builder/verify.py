@@ -80,9 +80,15 @@ class _Script:
 
 
 def make_batches(
-    limits: Limits, kv: KVLayout, vocab_size: int, buckets: Sequence[int]
+    limits: Limits,
+    kv: KVLayout,
+    vocab_size: int,
+    buckets: Sequence[int],
+    *,
+    is_padded: bool = True,
 ) -> tuple[list[StepBatch], int]:
     """Steps to verify with, and the KV blocks that they need, the scratch block included.
+    is_padded: whether steps of fewer sequences than a bucket are filled up.
 
     Prompts of one token, of a block and one more or less, of several blocks in chunks; a step of
     decode and prefill mixed; every decode bucket; the largest bucket with padding; and a step of
@@ -100,7 +106,8 @@ def make_batches(
             joins = sequence == 1 and count < limits.max_step_tokens
             batches.append(script.step(({0: 1} if joins else {}) | {sequence: count}))
     for size in (*buckets, max(1, sequences - 1)):
-        batches.append(pad_to_bucket(script.step(dict.fromkeys(range(size), 1)), buckets))
+        batch = script.step(dict.fromkeys(range(size), 1))
+        batches.append(pad_to_bucket(batch, buckets) if is_padded else batch)
     largest, num_blocks = _largest_step(limits, kv, vocab_size, script.num_blocks)
     return [*batches, largest], num_blocks
 
@@ -135,23 +142,35 @@ def verify_engine(
 
     Raises InternalError when logits differ by more than `tolerance`.
     """
-    items = sum(weight_items(step, node) for node in step.graph)
-    with (
-        stages.stage("reference", shows_bars=True),
-        stages.progress.task("running the reference", _FP32_BYTES * items) as advance,
-    ):
-        batches, num_blocks = make_batches(
-            manifest.limits, manifest.kv, manifest.vocab_size, manifest.buckets
-        )
-        pools = _empty_pools(manifest.kv, num_blocks)
-        expected = run_steps(step, read, batches, pools, lambda count: advance(_FP32_BYTES * count))
-        save_steps(stored_steps(batches, expected, num_blocks, tolerance), root / STEPS_FILE)
-    verified: dict[str, float | None] = dict.fromkeys(manifest.target.isa_levels)
+    batches, num_blocks = make_batches(
+        manifest.limits, manifest.kv, manifest.vocab_size, manifest.buckets
+    )
+    expected = run_reference(step, read, batches, manifest.kv, num_blocks, stages)
+    save_steps(stored_steps(batches, expected, num_blocks, tolerance), root / STEPS_FILE)
+    verified: dict[str, float | None] = dict.fromkeys(manifest.target.variants)
     for level in verified:
         if level in supported_levels():
             with stages.stage(f"verify {level}"):
                 verified[level] = verify_level(root, manifest, level, expected, tolerance)
     return verified
+
+
+def run_reference(
+    step: StepGraph,
+    read: ReadTensor,
+    batches: Sequence[StepBatch],
+    kv: KVLayout,
+    num_blocks: int,
+    stages: Stages,
+) -> list[NDArray[np.float32]]:
+    """The reference's logits of each step, on KV pools of this layout."""
+    items = sum(weight_items(step, node) for node in step.graph)
+    with (
+        stages.stage("reference", shows_bars=True),
+        stages.progress.task("running the reference", _FP32_BYTES * items) as advance,
+    ):
+        pools = _empty_pools(kv, num_blocks)
+        return run_steps(step, read, batches, pools, lambda count: advance(_FP32_BYTES * count))
 
 
 def _empty_pools(kv: KVLayout, num_blocks: int) -> list[LayerPools]:

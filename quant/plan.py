@@ -63,8 +63,13 @@ class QuantPlan:
         return bool(self.methods or self.static)
 
 
-def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPlan:
+def make_plan(
+    rules: Sequence[Rule],
+    candidates: Iterable[Candidate],
+    widest_activation_group: int | None = WIDEST_ACTIVATION_GROUP,
+) -> QuantPlan:
     """The plan for the candidates, each under the first rule that matches it.
+    widest_activation_group: columns of a row of activations that may share a scale, None for all.
 
     Raises RecipeError for a rule that matches nothing, for stored codes that aren't there, and for
     a grid that doesn't fit, naming every tensor with the group sizes that would.
@@ -86,7 +91,9 @@ def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPl
             continue
         weights[each.name] = grid
         if rule.scheme.int8_activations:
-            activation_groups[each.name] = activation_group(grid, each.shape[1])
+            activation_groups[each.name] = activation_group(
+                grid, each.shape[1], widest_activation_group
+            )
         if rule.method != "rtn" and grid != each.stored:  # what is stored is kept as it is
             methods[each.name] = rule.method
         if rule.scheme.static_activations:
@@ -102,10 +109,12 @@ def make_plan(rules: Sequence[Rule], candidates: Iterable[Candidate]) -> QuantPl
     return QuantPlan(weights, activation_groups, methods, frozenset(static))
 
 
-def activation_group(grid: WeightGrid, columns: int) -> int:
+def activation_group(
+    grid: WeightGrid, columns: int, widest: int | None = WIDEST_ACTIVATION_GROUP
+) -> int:
     """Columns of a row of activations that share a scale: as wide as the weight's groups, so that
-    both scales meet in one product, but not wider than precision allows."""
-    widest = min(WIDEST_ACTIVATION_GROUP, grid.columns_of(columns))
+    both scales meet in one product, but not wider than precision allows, `widest`."""
+    widest = min(widest or columns, grid.columns_of(columns))
     return widest if grid.columns_of(columns) % widest == 0 else GROUP_UNIT
 
 

@@ -11,30 +11,32 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 
 from llmbuild.errors import EngineError
+from llmbuild.runtime.gpu import compute_capability, installed_version
 from llmbuild.runtime.isa import CPUINFO, LEVELS, missing_flags
-from llmbuild.runtime.manifest import MANIFEST_NAME, Manifest, Target, read_manifest
+from llmbuild.runtime.manifest import MANIFEST_NAME, Manifest, read_manifest
+from llmbuild.runtime.plan_header import check_plan
+from llmbuild.runtime.target import CpuTarget, RtxTarget, Target
 from llmbuild.runtime.verified import Marker
-
-TARGET_KIND = "cpu"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine whose files are what its manifest says, and that this processor can run."""
+    """An engine whose files are what its manifest says, and that this machine can run."""
 
     root: Path
     manifest: Manifest
-    isa_level: str  # the best of the engine's levels that this processor has
+    variant: str  # of its executables: the best ISA level, or the GPU's compute capability
 
 
 def open_engine(root: Path, cpuinfo: Path = CPUINFO) -> Engine:
-    """Checks the engine directory `root` and chooses the ISA level to run.
+    """Checks the engine directory `root` and chooses which of its executables to run.
 
-    In this order: the manifest, the target, the processor, every file. Raises EngineError with
-    what was found and what is needed.
+    In this order: the manifest, the processor or GPU, every file. Raises EngineError with what was
+    found and what is needed.
     """
     engine = _fitting_engine(root, cpuinfo)
     check_files(root, engine.manifest)
+    check_plans(root, engine.manifest)
     return engine
 
 
@@ -49,6 +51,7 @@ def opening_engine(root: Path, cpuinfo: Path = CPUINFO) -> Iterator[Engine]:
     """
     engine = _fitting_engine(root, cpuinfo)
     verification = _Verification(root, engine.manifest)
+    check_plans(root, engine.manifest)
     try:
         yield engine
     finally:
@@ -58,8 +61,7 @@ def opening_engine(root: Path, cpuinfo: Path = CPUINFO) -> Iterator[Engine]:
 def _fitting_engine(root: Path, cpuinfo: Path) -> Engine:
     """The engine of a directory whose files aren't looked at yet."""
     manifest = read_manifest(root)
-    check_target(manifest.target)
-    return Engine(root, manifest, choose_level(manifest.target, cpuinfo))
+    return Engine(root, manifest, choose_variant(manifest.target, cpuinfo))
 
 
 class _Verification:
@@ -85,16 +87,34 @@ class _Verification:
         self._marker.set()
 
 
-def check_target(target: Target) -> None:
-    """Raises EngineError when the engine is for something that this runtime doesn't drive."""
-    if target.kind != TARGET_KIND:
+def choose_variant(target: Target, cpuinfo: Path = CPUINFO) -> str:
+    """Which executables of an engine this machine runs: the best ISA level that its processor has,
+    or its GPU's compute capability. Raises EngineError when it runs none of them."""
+    match target:
+        case CpuTarget():
+            return choose_level(target, cpuinfo)
+        case RtxTarget():
+            return choose_capability(target)
+
+
+def choose_capability(target: RtxTarget) -> str:
+    """The compute capability of this machine's GPU. Raises EngineError where there is no GPU, no
+    TensorRT for RTX of the engine's version, or the engine isn't for the GPU."""
+    capability, version = compute_capability(), installed_version()
+    if version != target.version:
         raise EngineError(
-            f"the engine is for target {target.kind!r}, and this runtime runs {TARGET_KIND!r}; "
-            f"compile the model for {TARGET_KIND!r}"
+            f"the engine is for TensorRT for RTX {target.version}, and {version} is installed; "
+            f"install tensorrt-rtx {target.version}, or compile the engine again"
         )
+    if capability not in target.capabilities:
+        raise EngineError(
+            f"the engine is for compute capabilities {', '.join(target.capabilities)}, and this "
+            f"GPU has {capability}; compile the model for it"
+        )
+    return capability
 
 
-def choose_level(target: Target, cpuinfo: Path = CPUINFO) -> str:
+def choose_level(target: CpuTarget, cpuinfo: Path = CPUINFO) -> str:
     """The best ISA level of the engine that this processor has.
 
     Raises EngineError when it has none of them, with what it lacks for each.
@@ -127,6 +147,15 @@ def check_files(root: Path, manifest: Manifest) -> None:
     """
     with _refusing_unreadable():
         _refuse(root, _wrong_names_or_sizes(root, manifest) or _Digests(root, manifest).wrong())
+
+
+def check_plans(root: Path, manifest: Manifest) -> None:
+    """Raises EngineError for a plan whose header doesn't say what the manifest says."""
+    target = manifest.target
+    if isinstance(target, RtxTarget):
+        for rank in manifest.ranks:
+            for name in sorted({*rank.executables.values()}):
+                check_plan(root / name, target.version, target.capabilities)
 
 
 @contextmanager

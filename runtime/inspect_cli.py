@@ -9,8 +9,10 @@ import click
 import msgspec
 
 from llmbuild.errors import EngineError
-from llmbuild.runtime.engine import check_files, check_target, choose_level
+from llmbuild.runtime.engine import check_files, check_plans, choose_variant
 from llmbuild.runtime.manifest import KVLayer, Manifest, Rank, Span, read_manifest
+from llmbuild.runtime.plan_header import read_plan_header
+from llmbuild.runtime.target import CpuTarget, PlanTensor
 
 Row = tuple[str, str]
 
@@ -20,7 +22,7 @@ class Derived:
     """What follows from a manifest, here and at a number of tokens of context."""
 
     runs_here: bool
-    isa_level: str | None  # that runs here
+    variant: str | None  # of the executables, that runs here
     refusal: str | None  # why it doesn't
     weights_bytes: int
     arena_bytes: int
@@ -46,8 +48,8 @@ def inspect(directory: Path, context_tokens: int | None, as_json: bool) -> None:
     All is checked that a load checks, but an engine for another processor is shown too.
     """
     manifest = read_manifest(directory)
-    check_target(manifest.target)
     check_files(directory, manifest)
+    check_plans(directory, manifest)
     derived = derive(manifest, context_tokens)
     if as_json:
         click.echo(msgspec.json.encode({**msgspec.to_builtins(manifest), "derived": derived}))
@@ -57,6 +59,14 @@ def inspect(directory: Path, context_tokens: int | None, as_json: bool) -> None:
     if len(manifest.ranks) > 1:
         click.echo("ranks")
         for line in _table(_rank_rows(manifest, derived)):
+            click.echo(f"  {line}")
+    for name, tensors in _plans(manifest).items():
+        header = read_plan_header(directory / name)
+        click.echo(
+            f"plan {name}: {_bytes(header.size_bytes)}, TensorRT for RTX {header.version}, for "
+            f"{', '.join(header.capabilities)}"
+        )
+        for line in _aligned(_tensor_rows(tensors)):
             click.echo(f"  {line}")
     click.echo("files")
     for line in _aligned(_file_rows(manifest)):
@@ -72,14 +82,14 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
             f"a context of {context} tokens was asked for; the engine's limit is {limit}"
         )
     try:
-        isa_level, refusal = choose_level(manifest.target), None
+        variant, refusal = choose_variant(manifest.target), None
     except EngineError as error:
-        isa_level, refusal = None, str(error)
+        variant, refusal = None, str(error)
     weights_bytes = _weights_bytes(manifest, manifest.ranks)
     kv_bytes_per_token = manifest.kv_block_bytes // manifest.kv.block_size
     return Derived(
         runs_here=refusal is None,
-        isa_level=isa_level,
+        variant=variant,
         refusal=refusal,
         weights_bytes=weights_bytes,
         arena_bytes=sum(rank.arena_bytes for rank in manifest.ranks),
@@ -109,11 +119,12 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
     yield "precision", manifest.precision + (" where not quantised" if manifest.quantised else "")
     for kind, count in manifest.quantised_kinds.items():
         yield "quantised", f"{count} tensors to {kind}"
-    yield "target", f"{target.kind}, {target.machine}: {', '.join(target.isa_levels)}"
-    yield "compiler", target.compiler
+    yield "target", target.describe()
+    if isinstance(target, CpuTarget):
+        yield "compiler", target.compiler
     yield (
         "runs here",
-        f"yes, as {derived.isa_level}" if derived.runs_here else f"no: {derived.refusal}",
+        f"yes, as {derived.variant}" if derived.runs_here else f"no: {derived.refusal}",
     )
     yield (
         "limits",
@@ -129,7 +140,8 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
     yield "KV per token", _bytes(derived.kv_bytes_per_token)
     yield f"KV per block of {kv.block_size}", _bytes(derived.kv_bytes_per_block)
     yield "weights", _bytes(derived.weights_bytes)
-    yield "arena", _bytes(derived.arena_bytes)
+    if isinstance(target, CpuTarget):
+        yield "arena", _bytes(derived.arena_bytes)
     yield (
         "read per decoded token",
         f"at most {_bytes(derived.decode_bytes_per_token)}, weights and the KV of "
@@ -176,6 +188,17 @@ def _dtypes(layer: KVLayer, kind: str) -> str:
     if len(dtypes) == 1:
         return next(iter(dtypes))
     return " and ".join(f"{dtype} ({count} heads)" for dtype, count in dtypes.items())
+
+
+def _plans(manifest: Manifest) -> dict[str, list[PlanTensor]]:
+    """The inputs and outputs of each plan, by its path inside the engine."""
+    ranks = [rank for rank in manifest.ranks if rank.plan_tensors]
+    return {name: rank.plan_tensors for rank in ranks for name in rank.executables.values()}
+
+
+def _tensor_rows(tensors: Iterable[PlanTensor]) -> Iterable[Row]:
+    for tensor in tensors:
+        yield f"{'input' if tensor.is_input else 'output'} {tensor.name}", tensor.describe()
 
 
 def _file_rows(manifest: Manifest) -> Iterable[Row]:

@@ -11,12 +11,14 @@ from typing import Annotated
 import msgspec
 
 from llmbuild.errors import EngineError
+from llmbuild.runtime.record import Bytes, Count, Record
+from llmbuild.runtime.target import TARGET_KINDS, CpuTarget, PlanTensor, Target
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
-KV_ITEM_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int8-static": 8, "int4": 4}
+KV_ITEM_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int8-static": 8, "int4": 4}
 # Of a token in one head, beside its items: a scale (fp32), or a scale and a minimum (bf16).
 KV_SCALE_BYTES = {"int8": 4, "int4": 4}
 KV_ALIGNMENT_BYTES = 4  # of a head's part of a block, and of the scales in it
@@ -24,13 +26,7 @@ TOKENIZER_FILES = ("tokenizer.json", "generation_config.json")  # every engine h
 
 _REBUILD = "compile the engine again"
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the manifest's records: immutable, unknown keys refused."""
 
 
 class Limits(Record, frozen=True):
@@ -125,14 +121,6 @@ class KVLayout(Record, frozen=True):
         return item_bytes + padding + self.block_size * KV_SCALE_BYTES.get(dtype, 0)
 
 
-class Target(Record, frozen=True):
-    kind: str  # "cpu"
-    machine: str  # platform.machine() that the code runs on
-    isa_levels: list[str]  # best first; each has its own executable
-    compiler: str  # name and version
-    compiler_flags: dict[str, list[str]]  # by ISA level
-
-
 class Parallel(Record, frozen=True):
     """tp ranks share each layer, and pp stages, of tp ranks each, share the layers. Rank
     stage * tp + tp_rank is `ranks`' entry of that index; rank 0 schedules."""
@@ -151,10 +139,13 @@ class Rank(Record, frozen=True):
     heads: Span  # of queries
     kv_heads: Span  # those that the heads read; ranks of a tensor-parallel group may share some
     tokens: Span
-    executables: dict[str, str]  # ISA level -> path inside the engine
-    weights: str  # path inside the engine
+    executables: dict[str, str]  # ISA level or compute capability -> path inside the engine
+    weights: str  # path inside the engine; a plan holds its own, so that it is the same file
     shared_weights: str | None  # the same, of those that other ranks have as well
-    arena_bytes: Bytes  # activations of the largest step
+    arena_bytes: Bytes  # activations of the largest step; 0 of plans, whose runtime takes them
+    plan_tensors: list[PlanTensor] = msgspec.field(
+        default_factory=list
+    )  # a plan's inputs and outputs
 
 
 class QuantisedTensor(Record, frozen=True):
@@ -274,6 +265,7 @@ def read_manifest(root: Path) -> Manifest:
             f"{path} has {given}, and this runtime reads {SCHEMA_VERSION}; compile the model with "
             "this llmbuild, or run the engine with the one that compiled it"
         )
+    _check_target(content)
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except msgspec.ValidationError as error:
@@ -289,6 +281,16 @@ def read_manifest(root: Path) -> Manifest:
     if faults:
         raise EngineError(f"{path} contradicts itself: {'; '.join(faults)}; {_REBUILD}")
     return manifest
+
+
+def _check_target(content: dict[str, object]) -> None:
+    target = content.get("target")
+    kind = target.get("kind") if isinstance(target, dict) else None
+    if isinstance(kind, str) and kind not in TARGET_KINDS:
+        raise EngineError(
+            f"the engine is for target {kind!r}, and this runtime runs "
+            f"{' and '.join(map(repr, TARGET_KINDS))}; compile the model for one of these"
+        )
 
 
 def _read(root: Path) -> bytes:
@@ -307,23 +309,20 @@ def _read(root: Path) -> bytes:
 def _contradictions(manifest: Manifest) -> list[str]:
     """What doesn't fit together in a well-formed manifest, both values named."""
     kv, model, target = manifest.kv, manifest.model, manifest.target
-    same = [
+    same: list[tuple[str, object, str, object]] = [
         ("model.num_layers", model.get("num_layers"), "KV layers", len(kv.layers)),
         ("model.num_kv_heads", model.get("num_kv_heads"), "kv.num_kv_heads", kv.num_kv_heads),
         ("model.head_dim", model.get("head_dim"), "kv.head_dim", kv.head_dim),
         ("model.vocab_size", model.get("vocab_size"), "vocab_size", manifest.vocab_size),
-        (
-            "the levels of target.compiler_flags",
-            sorted(target.compiler_flags),
-            "target.isa_levels",
-            sorted(target.isa_levels),
-        ),
     ]
-    for index, rank in enumerate(manifest.ranks):
-        levels = sorted(rank.executables)
+    key = "isa_levels" if isinstance(target, CpuTarget) else "capabilities"
+    variants = (f"target.{key}", sorted(target.variants))
+    if isinstance(target, CpuTarget):
         same.append(
-            (f"the levels of rank {index}", levels, "target.isa_levels", sorted(target.isa_levels))
+            ("the levels of target.compiler_flags", sorted(target.compiler_flags), *variants)
         )
+    for index, rank in enumerate(manifest.ranks):
+        same.append((f"the executables of rank {index}", sorted(rank.executables), *variants))
     faults = [f"{a} {x!r}, but {b} {y!r}" for a, x, b, y in same if x != y]
     faults += _rank_contradictions(manifest)
 
@@ -336,8 +335,8 @@ def _contradictions(manifest: Manifest) -> list[str]:
         for index, heads in enumerate(sum(r.num_heads for r in layer.heads) for layer in kv.layers)
         if heads != kv.num_kv_heads
     ]
-    if not manifest.ranks or not target.isa_levels:
-        faults.append(f"{len(manifest.ranks)} ranks and ISA levels {target.isa_levels}")
+    if not manifest.ranks or not target.variants:
+        faults.append(f"{len(manifest.ranks)} ranks and {key} {variants}")
     if not kv.layers:
         faults.append("no KV layers")
     limits = manifest.limits

@@ -7,23 +7,24 @@ each compute capability, u32. Numbers are little-endian.
 """
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmbuild.errors import EngineError
 
 HEADER_BYTES = 64
-CAPABILITY_BITS = {75: 1, 80: 2, 86: 4, 89: 8, 120: 16, 121: 32}  # 89 is compute capability 8.9
+CAPABILITY_BITS = {"7.5": 1, "8.0": 2, "8.6": 4, "8.9": 8, "12.0": 16, "12.1": 32}
 _MAGIC = b"vtrt"
 
 
 @dataclass(frozen=True)
 class PlanHeader:
-    """What a plan says of itself. version: such as 1.7.1.116."""
+    """What a plan says of itself. version: such as 1.7.1.116. capabilities: ascending."""
 
     size_bytes: int
     version: str
-    capabilities: tuple[int, ...]
+    capabilities: tuple[str, ...]
 
 
 def read_plan_header(path: Path) -> PlanHeader:
@@ -43,22 +44,18 @@ def read_plan_header(path: Path) -> PlanHeader:
     return PlanHeader(size_bytes, ".".join(map(str, header[24:28])), capabilities)
 
 
-def check_plan(path: Path, version: str, capability: int) -> None:
+def check_plan(path: Path, version: str, capabilities: Iterable[str]) -> None:
     """Raises EngineError where read_plan_header does, and for a plan of another version of
-    TensorRT for RTX than the one that is here, or not for this compute capability."""
+    TensorRT for RTX than this, or that lacks one of these compute capabilities."""
     header = read_plan_header(path)
     if header.version != version:
         raise EngineError(
-            f"{path} was built by TensorRT for RTX {header.version}, and {version} is installed; "
+            f"{path} was built by TensorRT for RTX {header.version}, and {version} is wanted; "
             "install the first, or compile the engine again"
         )
-    if capability not in header.capabilities:
-        built = ", ".join(map(_spelt, header.capabilities))
+    missing = [each for each in capabilities if each not in header.capabilities]
+    if missing:
         raise EngineError(
-            f"{path} was built for compute capabilities {built}, and this GPU has "
-            f"{_spelt(capability)}; compile the engine again for it"
+            f"{path} was built for compute capabilities {', '.join(header.capabilities)}, and "
+            f"{', '.join(missing)} is wanted; compile the engine again for it"
         )
-
-
-def _spelt(capability: int) -> str:
-    return f"{capability // 10}.{capability % 10}"

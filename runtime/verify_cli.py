@@ -18,7 +18,7 @@ def verify_command(engine_dir: Path) -> None:
     from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
 
     engine = open_engine(engine_dir)
-    click.echo(f"{len(engine.manifest.files)} files are as published; runs as {engine.isa_level}")
+    click.echo(f"{len(engine.manifest.files)} files are as published; runs as {engine.variant}")
     steps = load_steps(engine_dir / STEPS_FILE)
     logits = replay(engine, steps)
     worst = 0.0

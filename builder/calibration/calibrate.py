@@ -24,7 +24,13 @@ from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_he
 from llmbuild.builder.recipe.calibration import SELF
 from llmbuild.builder.recipe.kv_cache import ResolvedKVCache
 from llmbuild.builder.recipe.quantisation import Quantisation
-from llmbuild.builder.recipe.recipe import NATIVE, Parallel, ResolvedLimits, ResolvedRecipe
+from llmbuild.builder.recipe.recipe import (
+    DEFAULT_BLOCK_SIZE,
+    Parallel,
+    ResolvedLimits,
+    ResolvedRecipe,
+)
+from llmbuild.builder.recipe.target import NATIVE, Target
 from llmbuild.builder.stages import Stages, growth_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.cache import cache_root
@@ -153,9 +159,10 @@ class Calibration:
         chosen, weights = self._resolved.calibration, self._model.weights
         together = min(_DRAFT_SEQUENCES, chosen.sequences)
         has_codes = any(weights.stored_grid(name) for name in weights.names)
-        block_size = min(self._resolved.kv_cache.block_size, chosen.length)
+        block_size = min(DEFAULT_BLOCK_SIZE, chosen.length)
         return self._resolved.model_copy(
             update={
+                "target": Target(),
                 "precision": "bf16",
                 "parallel": Parallel(),
                 "quantisation": Quantisation(scheme="stored-a8" if has_codes else "none"),

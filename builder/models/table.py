@@ -11,7 +11,7 @@ from typing import get_args
 from llmbuild.builder.checkpoint.gguf_architectures import ARCHITECTURES
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import FAMILIES, Family
-from llmbuild.builder.recipe.recipe import Target
+from llmbuild.builder.recipe.target import Target
 
 # Fields of the config record that are features, as a reader of the table knows them.
 FEATURES = {

@@ -14,7 +14,7 @@ from llmbuild.builder.assemble import Model
 from llmbuild.builder.calibration.calibrate import Calibration
 from llmbuild.builder.calibration.sensitivity import keeping
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
-from llmbuild.builder.compile import open_model
+from llmbuild.builder.open_model import open_model
 from llmbuild.builder.planning.kv import kv_overrides, kv_part
 from llmbuild.builder.planning.part import Aim, Bench, Part
 from llmbuild.builder.planning.weights import check_has_scheme, weight_overrides, weights_part

@@ -4,10 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from llmbuild.builder.recipe.problems import problem
 from llmbuild.builder.recipe.section import Section, listed
 
-KVDtype = Literal["fp32", "bf16", "int8", "int8-static", "int4"]
+KVDtype = Literal["fp32", "bf16", "fp16", "int8", "int8-static", "int4"]
 _BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "int4": 4}
+MAX_CPU_BLOCK_SIZE = 256
 _DTYPES = "fp32, bf16, int8, int8-static or int4"
 
 
@@ -21,7 +23,7 @@ class KVOverride(Section):
 class KVCache(Section):
     dtype: KVDtype | None = Field(default=None, description=_DTYPES)
     block_size: int | None = Field(
-        default=None, ge=1, le=256, description="an integer from 1 to 256"
+        default=None, ge=1, description=f"an integer from 1 to {MAX_CPU_BLOCK_SIZE}"
     )
     overrides: Annotated[tuple[KVOverride, ...], BeforeValidator(listed)] = Field(
         default=(),
@@ -34,6 +36,26 @@ class KVCache(Section):
         """Of an item, the fewest that are asked for; 16 where nothing is rounded to integers."""
         dtypes = {self.dtype, *(override.dtype for override in self.overrides)}
         return min(_BITS.get(dtype, 16) for dtype in dtypes)
+
+    def check_fits_cpu(self) -> None:
+        """Raises a problem, for a recipe's validator, of what the cpu target hasn't."""
+        if "fp16" in {self.dtype, *(override.dtype for override in self.overrides)}:
+            raise problem(f"cpu has {_DTYPES}", loc=("kv_cache", "dtype"))
+        if self.block_size and self.block_size > MAX_CPU_BLOCK_SIZE:
+            text = f"allowed: an integer from 1 to {MAX_CPU_BLOCK_SIZE}"
+            raise problem(text, loc=("kv_cache", "block_size"))
+
+    def check_fits_rtx(self, precision: str, max_sequence_length: int | None) -> None:
+        """The same of tensorrt-rtx, whose KV cache is linear: a block is a whole sequence."""
+        if self.dtype not in (None, precision):
+            text = f"tensorrt-rtx keeps the KV cache in `precision`, {precision}"
+            raise problem(text, loc=("kv_cache", "dtype"))
+        if self.overrides:
+            text = "leave it out: tensorrt-rtx keeps the whole KV cache in `precision`"
+            raise problem(text, loc=("kv_cache", "overrides"))
+        if self.block_size is not None and self.block_size != max_sequence_length:
+            text = "leave it out: tensorrt-rtx has one block a sequence, as long as that may get"
+            raise problem(text, loc=("kv_cache", "block_size"))
 
     def resolved(self, dtype: str, block_size: int) -> dict[str, Any]:
         """As written, with the defaults given filled in."""

@@ -12,9 +12,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 # Known, and refused until they are built.
 UNSUPPORTED_VALUES: dict[str, set[object]] = {
-    "target.kind": {"tensorrt", "tensorrt-rtx"},
-    "precision": {"fp16", "int8", "int4", "fp8"},
-    "kv_cache.dtype": {"fp16", "fp8"},
+    "target.kind": {"tensorrt"},
+    "precision": {"int8", "int4", "fp8"},
+    "kv_cache.dtype": {"fp8"},
 }
 
 MAX_SHOWN_CHARACTERS = 80

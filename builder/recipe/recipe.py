@@ -26,34 +26,30 @@ from llmbuild.builder.recipe.plan_file import PrecisionPlan, read_plan
 from llmbuild.builder.recipe.problems import problem, problem_lines
 from llmbuild.builder.recipe.quantisation import UNQUANTISED, Quantisation
 from llmbuild.builder.recipe.section import Section, listed
+from llmbuild.builder.recipe.target import PRECISIONS, RTX_SCHEMES, Target
 from llmbuild.builder.recipe.yaml_text import RecipeDumper, apply_overrides, read_recipe
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
 from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime import manifest
-from llmbuild.runtime.isa import LEVELS
+from llmbuild.runtime.target import CPU, TENSORRT_RTX
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_MAX_SEQUENCES = 32
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUCKETS = (1, 2, 4, 8)
-DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+DEFAULT_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
 
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
 DEFAULT_INT4_KV_TOLERANCE = 2e-1
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
 
 MAX_BUCKET = 64
-NATIVE = "native"  # the best level of the machine that builds
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 R = TypeVar("R", bound="Recipe")
-
-
-def _levels(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else listed(value)
 
 
 def _target(value: Any) -> Any:
@@ -92,27 +88,6 @@ class Model(Section):
         except SourceError as error:
             raise problem(str(error)) from error
         return source
-
-
-class Target(Section):
-    kind: Literal["cpu"] = Field(default="cpu", description="cpu")
-    isa: Annotated[tuple[str, ...], BeforeValidator(_levels)] = Field(
-        default=(NATIVE,),
-        description=f"{NATIVE}, a level, or a list of levels: {', '.join(LEVELS)}",
-    )
-
-    @field_validator("isa")
-    @classmethod
-    def _levels_are_of_one_machine(cls, levels: tuple[str, ...]) -> tuple[str, ...]:
-        if levels == (NATIVE,):
-            return levels
-        if not levels or not set(levels) <= LEVELS.keys():
-            raise ValueError("no levels")
-        if len(set(levels)) < len(levels):
-            raise problem("each level may stand once")
-        if len({LEVELS[level].machine for level in levels}) > 1:
-            raise problem("an engine runs on one kind of machine: list x86-64 levels or aarch64")
-        return levels
 
 
 class Limits(Section):
@@ -169,9 +144,10 @@ class Recipe(Section):
     )
     model: Model
     target: Annotated[Target, BeforeValidator(_target)] = Field(
-        default=Target(), description="cpu, or a mapping with the keys kind, isa"
+        default=Target(),
+        description="cpu, tensorrt-rtx, or a mapping with the keys kind, isa, capabilities",
     )
-    precision: Precision = Field(description="fp32 or bf16")
+    precision: Precision = Field(description="fp32 or bf16 for cpu, fp16 or bf16 for tensorrt-rtx")
     quantisation: Annotated[Quantisation, BeforeValidator(_scheme)] = Field(
         default=Quantisation(),
         description=f"a scheme ({UNQUANTISED}, {', '.join(SCHEMES)}), or a mapping with the keys "
@@ -192,6 +168,51 @@ class Recipe(Section):
     )
     gate: Gate | None = None
     verify: Verify = Verify()
+
+    @field_validator("precision")
+    @classmethod
+    def _target_has_the_precision(cls, precision: str, info: ValidationInfo) -> str:
+        target: Target | None = info.data.get("target")
+        if target and precision not in PRECISIONS[target.kind]:
+            raise problem(f"{target.kind} has {' and '.join(PRECISIONS[target.kind])}")
+        return precision
+
+    @field_validator("quantisation")
+    @classmethod
+    def _target_has_the_schemes(
+        cls, quantisation: Quantisation, info: ValidationInfo
+    ) -> Quantisation:
+        target: Target | None = info.data.get("target")
+        if target and target.kind == TENSORRT_RTX:
+            for each in (quantisation, *quantisation.overrides):
+                if each.scheme not in RTX_SCHEMES:
+                    text = f"{TENSORRT_RTX} has {', '.join(RTX_SCHEMES)}, not {each.scheme}"
+                    raise problem(text)
+        return quantisation
+
+    @field_validator("kv_cache")
+    @classmethod
+    def _target_has_the_kv_cache(cls, kv_cache: KVCache, info: ValidationInfo) -> KVCache:
+        """TensorRT for RTX has a linear KV cache: one block is a whole sequence."""
+        target, limits = info.data.get("target"), info.data.get("limits")
+        precision = info.data.get("precision")
+        if not (target and limits and precision):
+            return kv_cache
+        if target.kind == CPU:
+            kv_cache.check_fits_cpu()
+        else:
+            kv_cache.check_fits_rtx(precision, limits.max_sequence_length)
+        return kv_cache
+
+    @field_validator("gate")
+    @classmethod
+    def _target_runs_here(cls, gate: Gate | None, info: ValidationInfo) -> Gate | None:
+        target: Target | None = info.data.get("target")
+        if gate is not None and target and target.kind != CPU:
+            raise problem(
+                f"leave it out: a gate runs the engine where it is built, and {target.kind} doesn't"
+            )
+        return gate
 
     @field_validator("kv_cache")
     @classmethod
@@ -269,9 +290,9 @@ class Recipe(Section):
         max_sequences = self.limits.effective_max_sequences
         content = self.model_dump()
         content["limits"] |= {"max_sequence_length": length, "max_sequences": max_sequences}
-        content["kv_cache"] = self.kv_cache.resolved(
-            self.precision, min(DEFAULT_BLOCK_SIZE, length)
-        )
+        content["target"] = self.target.resolved()
+        block_size = min(DEFAULT_BLOCK_SIZE, length) if self.target.kind == CPU else length
+        content["kv_cache"] = self.kv_cache.resolved(self.precision, block_size)
         content["buckets"] = self.buckets or tuple(
             bucket for bucket in DEFAULT_BUCKETS if bucket <= max_sequences
         )

@@ -70,7 +70,7 @@ class CpuExecutor:
         compiled = self._library.llmbuild_step_shape().decode()
         if compiled != shape:
             raise EngineError(
-                f"{record.executables[engine.isa_level]} was compiled for {compiled}, and the "
+                f"{record.executables[engine.variant]} was compiled for {compiled}, and the "
                 f"manifest says {shape}; compile the model again"
             )
         expected = self._library.llmbuild_weights_bytes()
@@ -188,7 +188,7 @@ class CpuExecutor:
 
 def executable_path(engine: Engine, rank: int) -> Path:
     """Of the ISA level that the engine runs at."""
-    return engine.root / engine.manifest.ranks[rank].executables[engine.isa_level]
+    return engine.root / engine.manifest.ranks[rank].executables[engine.variant]
 
 
 def ranks_bytes(engine: Engine, rank: int = 0) -> int:

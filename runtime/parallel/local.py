@@ -74,7 +74,7 @@ class LocalPeers(Peers):
         setup = Setup(
             root=os.fsencode(engine.root.absolute()),
             manifest=engine.manifest,
-            isa_level=engine.isa_level,
+            variant=engine.variant,
             rank=rank,
             num_blocks=num_blocks,
             seat=seat,

@@ -28,7 +28,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     root: bytes  # the engine's path; names of files needn't be text
     manifest: Manifest
-    isa_level: str
+    variant: str
     rank: int
     num_blocks: int
     seat: Seat
@@ -58,7 +58,7 @@ def _open(setup: Setup, memory: RanksMemory) -> "CpuExecutor":
     from llmbuild.runtime.executors.cpu import CpuExecutor
     from llmbuild.runtime.parallel.config import ranks_config
 
-    engine = Engine(Path(os.fsdecode(setup.root)), setup.manifest, setup.isa_level)
+    engine = Engine(Path(os.fsdecode(setup.root)), setup.manifest, setup.variant)
     ranks = ranks_config(setup.manifest, setup.rank, setup.timeout_s, memory)
     seat = setup.seat
     return CpuExecutor(

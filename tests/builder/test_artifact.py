@@ -26,9 +26,9 @@ from llmbuild.runtime.manifest import (
     KVLayout,
     Limits,
     Manifest,
-    Target,
     read_manifest,
 )
+from llmbuild.runtime.target import CpuTarget
 
 LEVEL = "x86-64-v4"
 
@@ -49,8 +49,7 @@ def manifest(name: str) -> Manifest:
         vocab_size=3,
         precision="fp32",
         quantised={},
-        target=Target(
-            kind="cpu",
+        target=CpuTarget(
             machine=platform.machine(),
             isa_levels=[LEVEL],
             compiler="g++ 12.2.0",

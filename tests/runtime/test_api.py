@@ -23,9 +23,9 @@ from llmbuild.runtime.manifest import (
     KVLayout,
     Limits,
     Manifest,
-    Target,
 )
 from llmbuild.runtime.params import SamplingParams
+from llmbuild.runtime.target import CpuTarget
 
 VOCAB = 300
 BLOCK_SIZE = 4
@@ -45,7 +45,7 @@ MANIFEST = Manifest(
     vocab_size=VOCAB,
     precision="fp32",
     quantised={},
-    target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
+    target=CpuTarget(machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
     limits=Limits(max_sequence_length=48, max_step_tokens=16, max_sequences=3),
     buckets=[1, 2, 4],
     kv=KV,

@@ -101,9 +101,9 @@ def write_manifest(root: Path, **changes: Any) -> None:
     (root / "manifest.json").write_bytes(encode(seal(manifest)))
 
 
-def target(levels: list[str], kind: str = "cpu", machine: str = "x86_64") -> dict[str, Any]:
+def target(levels: list[str], machine: str = "x86_64") -> dict[str, Any]:
     return {
-        "kind": kind,
+        "kind": "cpu",
         "machine": machine,
         "isa_levels": levels,
         "compiler": "g++ 12.2.0",
@@ -163,13 +163,13 @@ def test_the_best_level_that_the_processor_has_is_chosen(
 ) -> None:
     engine = open_engine(root, write_cpuinfo(tmp_path, flags))
     assert isinstance(engine, Engine)
-    assert (engine.root, engine.isa_level, engine.manifest.name) == (root, level, "tiny")
+    assert (engine.root, engine.variant, engine.manifest.name) == (root, level, "tiny")
 
 
 def test_an_engine_opens_through_a_link_to_it(root: Path, cpuinfo: Path) -> None:
     link = root.parent / "current"
     link.symlink_to(root)
-    assert open_engine(link, cpuinfo).isa_level == "x86-64-v3"
+    assert open_engine(link, cpuinfo).variant == "x86-64-v3"
 
 
 def test_an_engine_of_another_llmbuild_version_opens(root: Path, cpuinfo: Path) -> None:
@@ -260,10 +260,11 @@ def test_a_path_that_leaves_the_engine_is_refused(root: Path, cpuinfo: Path, nam
 
 
 def test_another_target_is_refused(root: Path, cpuinfo: Path) -> None:
-    write_manifest(root, target=target(LEVEL_NAMES, kind="tensorrt"))
-    text = refusal(root, cpuinfo)
-    assert "'tensorrt'" in text
-    assert "'cpu'" in text
+    path = root / "manifest.json"
+    path.write_text(path.read_text().replace('"kind": "cpu"', '"kind": "tpu"'))
+    assert "for target 'tpu', and this runtime runs 'cpu' and 'tensorrt-rtx'" in refusal(
+        root, cpuinfo
+    )
 
 
 def test_another_machine_is_refused(root: Path, cpuinfo: Path) -> None:
@@ -315,7 +316,7 @@ def test_quick_open_reads_every_file_the_first_time_and_none_the_second(
     root: Path, cpuinfo: Path, read_files: list[str]
 ) -> None:
     with opening_engine(root, cpuinfo) as engine:
-        assert engine.isa_level == "x86-64-v3"
+        assert engine.variant == "x86-64-v3"
     assert sorted(read_files) == sorted(Path(name).name for name in CONTENTS)
     read_files.clear()
     with opening_engine(root, cpuinfo):
@@ -474,7 +475,7 @@ def test_inspect_shows_an_engine_for_another_machine(root: Path) -> None:
     write_manifest(root, target=target(LEVEL_NAMES, machine="aarch64"))
     assert "no: the engine is for machine 'aarch64'" in run_inspect(str(root))
     derived = json.loads(run_inspect(str(root), "--json"))["derived"]
-    assert (derived["runs_here"], derived["isa_level"]) == (False, None)
+    assert (derived["runs_here"], derived["variant"]) == (False, None)
 
 
 def test_inspect_refuses_an_altered_engine(root: Path) -> None:

@@ -19,13 +19,13 @@ def write_plan(path: Path, *, magic: bytes = b"vtrt", size: int = 100, mask: int
 def test_header_is_read(tmp_path: Path) -> None:
     header = read_plan_header(write_plan(tmp_path / "engine.plan"))
     assert (header.size_bytes, header.version) == (100, "1.7.1.116")
-    assert header.capabilities == (89, 120)
-    check_plan(tmp_path / "engine.plan", "1.7.1.116", 89)
+    assert header.capabilities == ("8.9", "12.0")
+    check_plan(tmp_path / "engine.plan", "1.7.1.116", ["8.9"])
 
 
 def test_each_bit_is_a_capability(tmp_path: Path) -> None:
     header = read_plan_header(write_plan(tmp_path / "engine.plan", mask=63))
-    assert header.capabilities == (75, 80, 86, 89, 120, 121)
+    assert header.capabilities == ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 
 
 @pytest.mark.parametrize("size", [0, 63, 64, 99])
@@ -50,11 +50,11 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 def test_another_version_is_refused_with_both(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "engine.plan")
-    with pytest.raises(EngineError, match=r"RTX 1\.7\.1\.116, and 1\.8\.0\.9 is installed"):
-        check_plan(path, "1.8.0.9", 89)
+    with pytest.raises(EngineError, match=r"RTX 1\.7\.1\.116, and 1\.8\.0\.9 is wanted"):
+        check_plan(path, "1.8.0.9", ["8.9"])
 
 
 def test_a_gpu_that_it_was_not_built_for_is_refused(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "engine.plan")
-    with pytest.raises(EngineError, match=r"capabilities 8\.9, 12\.0, and this GPU has 8\.6"):
-        check_plan(path, "1.7.1.116", 86)
+    with pytest.raises(EngineError, match=r"capabilities 8\.9, 12\.0, and 8\.6 is wanted"):
+        check_plan(path, "1.7.1.116", ["8.9", "8.6"])

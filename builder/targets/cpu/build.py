@@ -18,17 +18,16 @@ from llmbuild.builder.targets.cpu.memory import ArenaPlan, plan_arena
 from llmbuild.builder.targets.cpu.pack import packed_bytes, write_weights
 from llmbuild.builder.targets.cpu.plan import PackedWeight, StepPlan
 from llmbuild.quant.reader import Tensor
-from llmbuild.runtime.manifest import Limits, Rank, Target
+from llmbuild.runtime.manifest import Limits, Rank
+from llmbuild.runtime.target import CpuTarget
 
-TARGET_KIND = "cpu"
 WEIGHTS = "weights.safetensors"
 _BLOCK_BYTES = 8 << 20  # of a weight, read and packed at a time
 
 
-def cpu_target(levels: Sequence[str]) -> Target:
+def cpu_target(levels: Sequence[str]) -> CpuTarget:
     """The target of a build on this machine; levels: best first."""
-    return Target(
-        kind=TARGET_KIND,
+    return CpuTarget(
         machine=platform.machine(),
         isa_levels=list(levels),
         compiler=toolchain.find_compiler().name,

@@ -10,10 +10,9 @@ from llmbuild.builder.targets.tensorrt.limits import (
     WRITE_INDICES,
     cache_name,
 )
-from llmbuild.builder.targets.tensorrt.lowering import Lowering, Tensor, optional_input, refuse
+from llmbuild.builder.targets.tensorrt.lowering import Lowering, Tensor, optional_input
 from llmbuild.builder.targets.tensorrt.norms import normalised
 
-_FUSED_HEAD_DIMS = range(32, 257)
 
 
 def rope_table(lowering: Lowering, node: ir.Node) -> None:
@@ -31,14 +30,16 @@ def rope_table(lowering: Lowering, node: ir.Node) -> None:
 
 def unable_rope_table(lowering: Lowering, node: ir.Node) -> None:
     """Padding would count as a sequence's length."""
-    raise refuse(node, "frequencies that follow from a sequence's length", "choose target cpu")
+    raise lowering.refusal(
+        node, "frequencies that follow from a sequence's length", "choose target cpu"
+    )
 
 
 def rope_kv_write(lowering: Lowering, node: ir.Node) -> None:
     q, k, v = (lowering.tensor(value) for value in node.inputs[:3])
     table, q_norm, k_norm = node.inputs[3:6]
     if optional_input(node, 9) is not None or optional_input(node, 10) is not None:
-        raise refuse(node, "channel scales of the KV cache", "choose a plain KV cache")
+        raise lowering.refusal(node, "channel scales of the KV cache", "choose a plain KV cache")
     eps = node.attributes["eps"].as_float()
     q = q if q_norm is None else normalised(lowering, q, q_norm, eps)
     k = k if k_norm is None else normalised(lowering, k, k_norm, eps)
@@ -63,7 +64,7 @@ def paged_attention(lowering: Lowering, node: ir.Node) -> None:
         *(trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.LOWER_RIGHT),
     )
     attention.key_value_lengths = lowering.inputs[KV_LENGTHS]
-    attention.decomposable = config.head_dim not in _FUSED_HEAD_DIMS
+    attention.decomposable = True  # which it only is where no fused kernel has the shape
     by_token = lowering.transpose(attention.get_output(0), 0, 2, 1, 3)
     lowering.tensors[node.outputs[0]] = lowering.reshape(by_token, -1, config.q_size)
 
@@ -72,11 +73,11 @@ def _check_attention(lowering: Lowering, node: ir.Node) -> None:
     window = node.attributes["window"].as_int()
     if 0 < window < lowering.limits.capacity:
         remedy = f"choose max_sequence_length {window} or less, or target cpu"
-        raise refuse(node, f"a window of {window} tokens", remedy)
+        raise lowering.refusal(node, f"a window of {window} tokens", remedy)
     if node.attributes["soft_cap"].as_float():
-        raise refuse(node, "a soft cap", "choose target cpu")
+        raise lowering.refusal(node, "a soft cap", "choose target cpu")
     if optional_input(node, 6) is not None:
-        raise refuse(node, "attention sinks", "choose target cpu")
+        raise lowering.refusal(node, "attention sinks", "choose target cpu")
 
 
 def _by_head(lowering: Lowering, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from llmbuild.builder.graph.materialise import materialise_matrix
 from llmbuild.builder.graph.passes.quantise import ACTIVATION_SCALES_SLOT
 from llmbuild.builder.graph.step_graph import Weight
-from llmbuild.builder.targets.tensorrt.lowering import Lowering, Tensor, optional_input, refuse
+from llmbuild.builder.targets.tensorrt.lowering import Lowering, Tensor, optional_input
 from llmbuild.quant.grid import QuantisedMatrix
 
 INT4_GROUPS = range(32, 193, 32)  # wider ones build no fused kernel
@@ -47,16 +47,18 @@ def _check_grid(lowering: Lowering, node: ir.Node, weight: Weight) -> None:
     grid, group = weight.grid, node.attributes["activation_group"].as_int()
     assert grid is not None
     if not grid.symmetric:
-        raise refuse(node, grid.describe(), "choose a symmetric grid")
+        raise lowering.refusal(node, grid.describe(), "choose a symmetric grid")
     if grid.bits == 8 and grid.group_size:
-        raise refuse(node, grid.describe(), "give int8 weights one group a row")
+        raise lowering.refusal(node, grid.describe(), "give int8 weights one group a row")
     if grid.bits == 4 and grid.columns_of(weight.shape[1]) not in INT4_GROUPS:
         allowed = f"groups of {', '.join(map(str, INT4_GROUPS))}"
-        raise refuse(node, grid.describe(), f"give int4 weights {allowed}")
+        raise lowering.refusal(node, grid.describe(), f"give int4 weights {allowed}")
     if grid.bits == 4 and group:
-        raise refuse(node, "int4 weights and int8 activations", "choose w4a16 or w8a8-static")
+        raise lowering.refusal(
+            node, "int4 weights and int8 activations", "choose w4a16 or w8a8-static"
+        )
     if grid.bits == 4 and lowering.act != lowering.trt.float16:  # scales would be rounded to bf16
-        raise refuse(node, "int4 weights and bf16 activations", "choose fp16 activations")
+        raise lowering.refusal(node, "int4 weights and bf16 activations", "choose fp16 activations")
 
 
 def _rounded_to_int8(lowering: Lowering, node: ir.Node, x: Tensor, groups: int) -> Tensor:
@@ -64,11 +66,13 @@ def _rounded_to_int8(lowering: Lowering, node: ir.Node, x: Tensor, groups: int) 
     fused kernels have. (TensorRT's codes reach -128, ours -127.)"""
     scales = optional_input(node, ACTIVATION_SCALES_SLOT)
     if scales is None:
-        raise refuse(node, "scales of its activations that aren't static", "choose w8a8-static")
+        raise lowering.refusal(
+            node, "scales of its activations that aren't static", "choose w8a8-static"
+        )
     values = lowering.values(scales)
     if prod(values.shape) != groups or len(np.unique(values)) != 1:
         text = f"{len(np.unique(values))} different scales for its activations' columns"
-        raise refuse(node, text, "calibrate one scale for all columns, or choose w8a16")
+        raise lowering.refusal(node, text, "calibrate one scale for all columns, or choose w8a16")
     scale = lowering.constant(np.array(values.flat[0], np.float32))
     codes = lowering.add("quantize", x, scale, lowering.trt.int8)
     return lowering.add("dequantize", codes, scale, lowering.act)

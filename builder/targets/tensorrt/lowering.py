@@ -9,7 +9,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmbuild.builder.graph.materialise import ReadTensor, materialise
-from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.graph.step_graph import OUTPUT, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.tensorrt.limits import POSITIONS, ActivationDtype, Limits
 from llmbuild.errors import BuildError
@@ -26,6 +26,8 @@ class Lowering:
     Every activation is [rows, features], as in the step graph, of dtype `activations`. trt: the
     module of the TensorRT at hand. read: gives canonical tensors.
     """
+
+    target = "tensorrt-rtx"  # as recipes call it
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Lowering:
     def tensor(self, value: ir.Value | None) -> Tensor:
         assert value is not None
         if value not in self.tensors:
-            raise BuildError(f"the tensorrt-rtx target has nothing that stands for {value.name!r}")
+            raise BuildError(f"the {self.target} target has nothing that stands for {value.name!r}")
         return self.tensors[value]
 
     def values(self, value: ir.Value | None) -> NDArray[np.generic]:
@@ -200,15 +202,36 @@ class Lowering:
             self._shared[key] = make()
         return self._shared[key]
 
+    # Inputs and outputs
+
+    def add_input(self, name: str, dtype: Any, *shape: int | str) -> None:
+        """A size with a name may change; sizes of one name are equal."""
+        sizes = tuple(-1 if isinstance(size, str) else size for size in shape)
+        tensor = self.network.add_input(name, dtype, sizes)
+        for axis, size in enumerate(shape):
+            if isinstance(size, str):
+                tensor.set_dimension_name(axis, size)
+        self.inputs[name] = tensor
+
+    def mark_output(self, tensor: Tensor, name: str) -> None:
+        tensor.name = name
+        self.network.mark_output(tensor)
+
+    def mark_result(self) -> None:
+        """Logits are fp32; what the next stage reads keeps the activations' dtype."""
+        result = self.tensor(self.step.graph.outputs[0])
+        if self.step.output == OUTPUT:
+            result = self.cast(result, self.trt.float32)
+        self.mark_output(result, self.step.output)
+
+    def refusal(self, node: ir.Node, feature: str, remedy: str) -> BuildError:
+        """What to raise for a node that the target can't express."""
+        return BuildError(
+            f"the {self.target} target can't lower {node.op_type} with {feature}, which makes "
+            f"{node.outputs[0].name!r}; {remedy}"
+        )
+
 
 def optional_input(node: ir.Node, slot: int) -> ir.Value | None:
     """An input that a node may lack."""
     return node.inputs[slot] if slot < len(node.inputs) else None
-
-
-def refuse(node: ir.Node, feature: str, remedy: str) -> BuildError:
-    """What to raise for a node that native layers can't express."""
-    return BuildError(
-        f"the tensorrt-rtx target can't lower {node.op_type} with {feature}, which makes "
-        f"{node.outputs[0].name!r}; {remedy}"
-    )

@@ -51,6 +51,8 @@ def problems(folder: Path, content: object, *overrides: str) -> list[str]:
     return lines
 
 
+RTX: dict[str, Any] = {"target": "tensorrt-rtx", "precision": "fp16"}
+
 BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "version missing": ({"version": None}, "version", ["missing", "1"]),
     "version from the future": ({"version": 2}, "version", ["given 2", "allowed: 1"]),
@@ -172,9 +174,66 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         ["given tensorrt", "not yet supported", "cpu"],
     ),
     "unsupported target in a mapping": (
-        {"target": {"kind": "tensorrt-rtx"}},
+        {"target": {"kind": "tensorrt"}},
         "target.kind",
-        ["given tensorrt-rtx", "not yet supported", "cpu"],
+        ["given tensorrt", "not yet supported", "cpu"],
+    ),
+    "capabilities of cpu": (
+        {"target": {"kind": "cpu", "capabilities": [8.9]}},
+        "target.capabilities",
+        ["given [8.9]", "leave it out", "tensorrt-rtx"],
+    ),
+    "instruction sets of a GPU": (
+        RTX | {"target": {"kind": "tensorrt-rtx", "isa": "native"}},
+        "target.isa",
+        ["given native", "leave it out", "cpu"],
+    ),
+    "unknown capability": (
+        RTX | {"target": {"kind": "tensorrt-rtx", "capabilities": 9.0}},
+        "target.capabilities",
+        ["given 9.0", "7.5, 8.0, 8.6, 8.9, 12.0, 12.1"],
+    ),
+    "capability twice": (
+        RTX | {"target": {"kind": "tensorrt-rtx", "capabilities": [8.9, "8.9"]}},
+        "target.capabilities",
+        ["once"],
+    ),
+    "no capability": (
+        RTX | {"target": {"kind": "tensorrt-rtx", "capabilities": []}},
+        "target.capabilities",
+        ["given []", "8.9"],
+    ),
+    "fp32 on a GPU": (RTX | {"precision": "fp32"}, "precision", ["given fp32", "fp16 and bf16"]),
+    "fp16 on a processor": ({"precision": "fp16"}, "precision", ["given fp16", "fp32 and bf16"]),
+    "fp16 KV on a processor": (
+        {"kv_cache": {"dtype": "fp16"}},
+        "kv_cache.dtype",
+        ["given fp16", "fp32, bf16, int8"],
+    ),
+    "int8 KV on a GPU": (
+        RTX | {"kv_cache": {"dtype": "int8"}},
+        "kv_cache.dtype",
+        ["given int8", "in `precision`, fp16"],
+    ),
+    "parts of the KV on a GPU": (
+        RTX | {"kv_cache": {"overrides": [{"match": "*", "dtype": "fp16"}]}},
+        "kv_cache.overrides",
+        ["leave it out"],
+    ),
+    "blocks on a GPU": (
+        RTX | {"kv_cache": {"block_size": 16}},
+        "kv_cache.block_size",
+        ["given 16", "one block a sequence"],
+    ),
+    "scheme that a GPU hasn't": (
+        RTX | {"quantisation": "w4a8"},
+        "quantisation",
+        ["w4a16, w8a16, w8a8-static, not w4a8"],
+    ),
+    "gate of a GPU": (
+        RTX | {"gate": {"perplexity": {"text": "t", "max_increase": 0.1}}},
+        "gate",
+        ["leave it out"],
     ),
     "unknown target": ({"target": "gpu"}, "target", ["given gpu", "cpu"]),
     "target a list": ({"target": ["cpu"]}, "target", ["given [cpu]", "cpu"]),
@@ -626,11 +685,21 @@ def test_resolved_recipe_leaves_nothing_open(tmp_path: Path) -> None:
     open_keys = [
         key
         for key in known_keys(ResolvedRecipe)
-        if key not in ("model.sha256", "plan")
+        if key not in ("model.sha256", "plan", "target.capabilities")
         and not key.startswith("gate")
         and _value(resolved, key) is None
     ]
     assert open_keys == []
+
+
+def test_recipe_for_a_gpu_resolves_to_itself(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, changed(RTX), "limits.max_sequence_length=70")
+    assert resolved.target.isa is None
+    assert resolved.target.capabilities == ("8.0", "8.6", "8.9", "12.0")
+    assert (resolved.kv_cache.dtype, resolved.kv_cache.block_size) == ("fp16", 70)
+    again = tmp_path / "again.yaml"
+    again.write_text(effective_yaml(resolved))
+    assert load_recipe(again).resolve(1000) == resolved
 
 
 def test_recipe_is_frozen(tmp_path: Path) -> None:
@@ -639,11 +708,14 @@ def test_recipe_is_frozen(tmp_path: Path) -> None:
         recipe.limits.max_step_tokens = 3
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-fp32", "llama-3.1-8b"])
+@pytest.mark.parametrize(
+    "name", ["smollm2-135m", "smollm2-135m-fp32", "smollm2-135m-rtx", "llama-3.1-8b"]
+)
 def test_shipped_recipe_loads_under_its_own_name(name: str, checkout: Path) -> None:
     recipe = load_recipe(checkout / "recipes" / f"{name}.yaml")
     assert recipe.name == name
-    assert recipe.resolve(131072).precision == ("fp32" if name.endswith("fp32") else "bf16")
+    precisions = {"fp32": "fp32", "rtx": "fp16"}
+    assert recipe.resolve(131072).precision == precisions.get(name.split("-")[-1], "bf16")
 
 
 def test_reference_has_a_row_for_every_key(checkout: Path) -> None:

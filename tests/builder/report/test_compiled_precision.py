@@ -30,8 +30,8 @@ from llmbuild.runtime.manifest import (
     Limits,
     Manifest,
     QuantisedTensor,
-    Target,
 )
+from llmbuild.runtime.target import CpuTarget
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
 Q, K, V, OUT = (f"layers.0.attention.{part}_proj.weight" for part in "qkvo")
@@ -98,7 +98,7 @@ def manifest_of(
         vocab_size=config.vocab_size,
         precision="bf16",
         quantised=quantised,
-        target=Target(kind="cpu", machine="m", isa_levels=[], compiler="c", compiler_flags={}),
+        target=CpuTarget(machine="m", isa_levels=[], compiler="c", compiler_flags={}),
         limits=Limits(max_sequence_length=64, max_step_tokens=8, max_sequences=2),
         buckets=[1],
         kv=kv,

@@ -19,8 +19,8 @@ from llmbuild.runtime.manifest import (
     KVLayout,
     Limits,
     Manifest,
-    Target,
 )
+from llmbuild.runtime.target import CpuTarget
 
 
 def _manifest(config: DecoderConfig, kv: KVLayout) -> Manifest:
@@ -32,7 +32,7 @@ def _manifest(config: DecoderConfig, kv: KVLayout) -> Manifest:
         vocab_size=config.vocab_size,
         precision="bf16",
         quantised={},
-        target=Target(kind="cpu", machine="m", isa_levels=[], compiler="c", compiler_flags={}),
+        target=CpuTarget(machine="m", isa_levels=[], compiler="c", compiler_flags={}),
         limits=Limits(max_sequence_length=1, max_step_tokens=8, max_sequences=2),
         buckets=[1],
         kv=kv,

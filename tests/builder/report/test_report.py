@@ -28,8 +28,8 @@ from llmbuild.runtime.manifest import (
     KVLayout,
     Limits,
     Manifest,
-    Target,
 )
+from llmbuild.runtime.target import CpuTarget
 
 VERIFIED = {"x86-64-v4": None, "x86-64-v3": 1.5e-6}
 SECONDS = {"fetch": 0.5, "trace": 2.0}
@@ -66,7 +66,7 @@ def report_of(
             vocab_size=config.vocab_size,
             precision="bf16",
             quantised={},
-            target=Target(kind="cpu", machine="m", isa_levels=[], compiler="c", compiler_flags={}),
+            target=CpuTarget(machine="m", isa_levels=[], compiler="c", compiler_flags={}),
             limits=Limits(
                 max_sequence_length=max_sequence_length, max_step_tokens=8, max_sequences=2
             ),

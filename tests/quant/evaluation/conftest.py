@@ -20,8 +20,8 @@ from llmbuild.runtime.manifest import (
     KVLayout,
     Limits,
     Manifest,
-    Target,
 )
+from llmbuild.runtime.target import CpuTarget
 from llmbuild.runtime.tokenizer import GenerationConfig, Tokenizer
 
 VOCAB = 256
@@ -96,7 +96,7 @@ def make_manifest() -> Callable[..., Manifest]:
 
     def make(*, block_size: int = 4, **limits: Any) -> Manifest:
         defaults = {"max_sequence_length": 64, "max_step_tokens": 40, "max_sequences": 3}
-        target = Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={})
+        target = CpuTarget(machine="x86_64", isa_levels=[], compiler="", compiler_flags={})
         kv = KVLayout(block_size=block_size, num_kv_heads=1, head_dim=1, layers=[])
         return Manifest(
             schema_version=SCHEMA_VERSION,

@@ -11,8 +11,8 @@ from llmbuild.runtime.manifest import (
     Limits,
     Manifest,
     Parallel,
-    Target,
 )
+from llmbuild.runtime.target import CpuTarget
 
 
 def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64, num_ranks=1):
@@ -31,7 +31,7 @@ def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_di
         vocab_size=300,
         precision="fp32",
         quantised={},
-        target=Target(kind="cpu", machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
+        target=CpuTarget(machine="x86_64", isa_levels=[], compiler="", compiler_flags={}),
         limits=Limits(
             max_sequence_length=max_sequence_length,
             max_step_tokens=64,

@@ -70,7 +70,7 @@ def test_a_decoder_with_a_mixed_kv_cache_equals_the_reference(
     stages = Stages(PlainProgress())
     bound = ROUNDING if len(layers) == 1 else TIES
     verified = verify_engine(engine.root, engine.manifest, step, read, bound, stages)
-    assert verified[engine.isa_level] <= bound
+    assert verified[engine.variant] <= bound
 
 
 def channel_scales(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:

@@ -18,7 +18,7 @@ from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import Tensor
 from llmbuild.quant.rtn import round_to_nearest
 
-sys.path.append(str(Path(__file__).parent))  # for fake_tensorrt and network_models
+sys.path.append(str(Path(__file__).parent))  # for network_models
 
 from network_models import SCHEMES, Model, plan_of
 

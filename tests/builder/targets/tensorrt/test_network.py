@@ -1,4 +1,4 @@
-"""Networks, computed in numpy by a fake of TensorRT's API, against the step graph in torch."""
+"""Networks, run by the emulation of TensorRT's API, against the step graph in torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from fake_tensorrt import FakeNetwork, FakeTensorRT, Tensor, Type
 from network_models import FAMILIES, GRID_SIZES, SCHEMES, Model
 from numpy.typing import NDArray
 
@@ -16,9 +15,12 @@ from llmbuild.builder.graph.materialise import as_torch, materialise_matrix
 from llmbuild.builder.graph.passes.rewrite import nodes_of
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.models.config import RopeConfig
+from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated, emulate
+from llmbuild.builder.targets.tensorrt.emulation.module import DataType, EmulatedTensorRT
+from llmbuild.builder.targets.tensorrt.emulation.network import EmulatedNetwork
+from llmbuild.builder.targets.tensorrt.emulation.sizes import evaluate
 from llmbuild.builder.targets.tensorrt.limits import Limits, cache_name, updated_name
 from llmbuild.builder.targets.tensorrt.linears import quantised_linear
-from llmbuild.builder.targets.tensorrt.lower import lower
 from llmbuild.builder.targets.tensorrt.lowering import Lowering
 from llmbuild.errors import BuildError
 from llmbuild.plugins.common.kv_pools import LayerPools
@@ -54,12 +56,12 @@ def context_feeds(model: Model, dtype: np.dtype[Any]) -> Feeds:
     }
 
 
-def decode_feeds(before: FakeNetwork) -> Feeds:
-    """A token more for each."""
+def decode_feeds(before: Feeds) -> Feeds:
+    """A token more for each. before: the outputs of the step with the prompts."""
     lengths = np.array(LENGTHS, np.int32)
     caches = {
-        name: before.outputs[f"{name}.updated"].values
-        for name in before.inputs
+        name.removesuffix(".updated"): values
+        for name, values in before.items()
         if name.startswith("cache.")
     }
     return caches | {
@@ -71,12 +73,8 @@ def decode_feeds(before: FakeNetwork) -> Feeds:
     }
 
 
-def network_of(
-    model: Model, feeds: Feeds, activations: str, **kind: Any
-) -> tuple[FakeNetwork, Lowering]:
-    network = FakeNetwork(feeds, **kind)
-    arguments = (model.step, model.config, LIMITS, activations, model.read)
-    return network, lower(FakeTensorRT(), network, *arguments)  # type: ignore[arg-type]
+def emulated(model: Model, activations: Any = "fp16") -> Emulated:
+    return emulate(model.step, model.config, LIMITS, activations, model.read)
 
 
 def reference_logits(model: Model) -> list[NDArray[np.float32]]:
@@ -107,13 +105,15 @@ def reference_logits(model: Model) -> list[NDArray[np.float32]]:
 
 
 def assert_same_logits(model: Model, activations: str, tolerance: float | None = None) -> None:
-    context, _ = network_of(model, context_feeds(model, DTYPES[activations]), activations)
-    decode, _ = network_of(model, decode_feeds(context), activations)
-    for network, expected in zip((context, decode), reference_logits(model), strict=True):
-        logits = network.outputs["logits"]
-        assert logits.dtype is Type.float32
+    """One network, run for both steps, whose shapes differ."""
+    network = emulated(model, activations)
+    context = network.run(context_feeds(model, DTYPES[activations]))
+    decode = network.run(decode_feeds(context))
+    for results, expected in zip((context, decode), reference_logits(model), strict=True):
+        logits = results["logits"]
+        assert logits.dtype == np.float32
         assert logits.shape == expected.shape
-        error = np.abs(logits.values - expected).max() / np.abs(expected).max()
+        error = np.abs(logits - expected).max() / np.abs(expected).max()
         assert error < (tolerance or TOLERANCES[activations])
 
 
@@ -146,20 +146,25 @@ def test_quantised_weights_give_the_step_graphs_logits(
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_linear_is_the_step_graphs(model_of: Callable[..., Model], scheme: str) -> None:
     model = model_of(scheme, **GRID_SIZES)
-    _, lowering = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
     node = nodes_of(model.step.graph, "quantised_linear")[1]
     codes, scales = (as_torch(values) for values in matrix_of(model, node).arrays)
     x = np.random.default_rng(1).standard_normal((7, codes.shape[1])).astype(np.float16)
-    lowering.tensors[node.inputs[0]] = Tensor(x, Type.float16)
+    network = EmulatedNetwork()
+    lowering = Lowering(
+        EmulatedTensorRT(), network, model.step, model.config, LIMITS, "fp16", model.read
+    )
+    lowering.tensors[node.inputs[0]] = network.add_input("x", DataType.float16, (-1, x.shape[1]))
     lowering.begin(node)
     quantised_linear(lowering, node)
+    network.mark_output(lowering.tensors[node.outputs[0]])
+    (given,) = network.run({"x": x}).values()
     group = node.attributes["activation_group"].as_int()
     static = torch.tensor([0.04]) if group else None
     zero = node.attributes["zero"].as_int()
     y = reference_linear(
         torch.from_numpy(x).float(), codes, scales, None, None, zero, group, None, static
     )
-    assert np.abs(lowering.tensors[node.outputs[0]].values - y.numpy()).max() < 2e-3 * y.abs().max()
+    assert np.abs(given - y.numpy()).max() < 2e-3 * y.abs().max()
 
 
 def test_int8_weights_go_with_bf16_activations(model_of: Callable[..., Model]) -> None:
@@ -169,42 +174,49 @@ def test_int8_weights_go_with_bf16_activations(model_of: Callable[..., Model]) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_has_the_step_graphs_shape(model_of: Callable[..., Model], family: str) -> None:
     model = model_of(**FAMILIES[family])
-    _, lowering = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
-    sizes = {"T": 10, "R": 2, "S": 2}
+    sizes = {"B": 2, "L": 5, "T": 10, "R": 2, "S": 2}
     inputs = set(model.step.graph.inputs)
-    for value, tensor in lowering.tensors.items():
+    for value, tensor in emulated(model).lowering.tensors.items():
         assert value.shape is not None
         expected = tuple(sizes.get(str(size), size) for size in value.shape)
-        assert np.prod(tensor.shape) == np.prod(expected), value.name
-        if len(tensor.shape) == len(expected):
-            assert tensor.shape == expected, value.name
+        shape = tuple(evaluate(size, sizes) for size in tensor.sizes)
+        assert np.prod(shape) == np.prod(expected), value.name
+        if len(shape) == len(expected):
+            assert shape == expected, value.name
         is_logits = value is model.step.graph.outputs[0]
-        assert tensor.dtype is (Type.int32 if value in inputs else Type.float16) or is_logits
+        wanted = DataType.int32 if value in inputs else DataType.float16
+        assert tensor.dtype is wanted or is_logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_means_are_taken_in_fp32(model_of: Callable[..., Model], family: str) -> None:
+    layers = emulated(model_of(**FAMILIES[family])).network.layers
+    means = [layer for layer in layers if layer.kind == "reduce"]
+    assert means
+    assert {layer.inputs[0].dtype for layer in means} == {DataType.float32}
 
 
 def test_caches_come_out_updated_by_their_names(model_of: Callable[..., Model]) -> None:
     model = model_of()
-    network, _ = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    results = emulated(model).run(context_feeds(model, DTYPES["fp16"]))
     names = [updated_name(layer, kind) for layer in range(2) for kind in "kv"]
-    assert list(network.outputs) == ["logits", *names]
-    updated = network.outputs[names[0]].values
+    assert list(results) == ["logits", *names]
+    updated = results[names[0]]
     assert (updated[:, :, :5] != 9.0).any()
     assert (updated[:, :, 5:] == 9.0).all()
 
 
 def test_layers_are_named_after_the_values_they_make(model_of: Callable[..., Model]) -> None:
-    model = model_of()
-    network, _ = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+    network = emulated(model_of()).network
     names = [layer.name for layer in network.layers if layer.name]
     assert len(set(names)) == len(names)
     assert "paged_attention_1.attention_v2.2" in names
 
 
 def test_sizes_of_one_name_are_equal(model_of: Callable[..., Model]) -> None:
-    model = model_of()
-    network, _ = network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
-    assert network.inputs["token_ids"].dimensions == {0: "B", 1: "L"}
-    assert network.inputs[cache_name(1, "v")].dimensions == {0: "B"}
+    inputs = emulated(model_of()).network.inputs
+    assert [str(size) for size in inputs["token_ids"].sizes] == ["B", "L"]
+    assert str(inputs[cache_name(1, "v")].sizes[0]) == "B"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +236,7 @@ def test_what_native_layers_cannot_do_is_refused_by_name(
 ) -> None:
     model = model_of(**overrides)
     with pytest.raises(BuildError, match=words):
-        network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+        emulated(model)
 
 
 def test_a_window_that_a_cache_cannot_exceed_is_no_window(
@@ -246,13 +258,13 @@ def test_grids_without_a_kernel_are_refused_by_name(
 ) -> None:
     model = model_of("w4a16", grid=grid, **GRID_SIZES)
     with pytest.raises(BuildError, match=words):
-        network_of(model, context_feeds(model, DTYPES["fp16"]), "fp16")
+        emulated(model)
 
 
 def test_int4_weights_with_bf16_activations_are_refused(model_of: Callable[..., Model]) -> None:
     model = model_of("w4a16", **GRID_SIZES)
     with pytest.raises(BuildError, match="int4 weights and bf16 activations"):
-        network_of(model, context_feeds(model, DTYPES["bf16"]), "bf16")
+        emulated(model, "bf16")
 
 
 def test_weights_beyond_fp16_are_refused_by_name(model_of: Callable[..., Model]) -> None:
@@ -263,4 +275,4 @@ def test_weights_beyond_fp16_are_refused_by_name(model_of: Callable[..., Model])
 
     large = Model(model.step, model.config, read)
     with pytest.raises(BuildError, match=r"layers\.1\.mlp\.down_proj\.weight holds .*choose bf16"):
-        network_of(large, context_feeds(model, DTYPES["fp16"]), "fp16")
+        emulated(large)

@@ -1,18 +1,17 @@
-"""The networks of ranks that share layers, run together by the fake, against the whole model's."""
+"""The networks of ranks that share layers, emulated together, against the whole model's."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from fake_tensorrt import FakeNetwork, FakeTensorRT
 from network_models import RandomTensors
 from numpy.typing import NDArray
 
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.shard.graphs import RankGraph, rank_graphs
+from llmbuild.builder.targets.tensorrt.emulation.emulate import emulate
 from llmbuild.builder.targets.tensorrt.limits import Limits, cache_name
-from llmbuild.builder.targets.tensorrt.lower import lower
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import PlannedReader
 from llmbuild.runtime.manifest import KVLayout, Parallel
@@ -60,9 +59,9 @@ def logits_of(graphs: list[RankGraph]) -> NDArray[np.float32]:
     exchange, results = Exchange(len(graphs)), [np.empty(0)] * len(graphs)
 
     def work(rank: int, graph: RankGraph) -> None:
-        network = FakeNetwork(feeds(graph.config), exchange.of(rank))
-        lower(FakeTensorRT(), network, graph.step, graph.config, LIMITS, "fp16", graph.read)
-        results[rank] = network.outputs["logits"].values
+        total = exchange.of(rank)
+        network = emulate(graph.step, graph.config, LIMITS, "fp16", graph.read, total)
+        results[rank] = network.run(feeds(graph.config))["logits"]
 
     threads = [
         threading.Thread(target=work, args=(rank, graph)) for rank, graph in enumerate(graphs)

@@ -1,0 +1,106 @@
+"""The build of an engine of TensorRT for RTX, top to bottom: a plan for each rank, proven by an
+emulated run, as no GPU is needed here."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from llmbuild.builder.artifact import EngineWriter, out_path
+from llmbuild.builder.assemble import begin_manifest, make_graphs
+from llmbuild.builder.open_model import open_model, state_recipe
+from llmbuild.builder.prepare import prepare
+from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe
+from llmbuild.builder.shard.graphs import RankGraph
+from llmbuild.builder.shard.shard import span
+from llmbuild.builder.shard.split import check_parallel
+from llmbuild.builder.sources.progress import PlainProgress, Progress
+from llmbuild.builder.stages import Stages, peak_rss_bytes
+from llmbuild.builder.targets.tensorrt.build import build_plan, installed_tensorrt_rtx
+from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
+from llmbuild.builder.verify_plans import verify_plans
+from llmbuild.runtime.manifest import Rank
+from llmbuild.runtime.target import RtxTarget
+
+
+def compile_plans(
+    recipe: Recipe,
+    base_dir: Path,
+    out: str | os.PathLike[str] | None,
+    dump_dir: Path | None,
+    progress: Progress | None,
+) -> Path:
+    """Compile a recipe whose target is tensorrt-rtx; returns where it was published.
+
+    Raises UserError for what the user can mend, and InternalError when the emulated network
+    diverges from the reference; either way nothing is published.
+    """
+    version = installed_tensorrt_rtx().__version__
+    stages = Stages(progress or PlainProgress())
+    with EngineWriter(out_path(out, recipe.name)) as writer:
+        model = open_model(recipe, base_dir, stages)
+        check_parallel(recipe.parallel.of_ranks, model.config)
+        resolved = recipe.resolve(model.config.max_position)
+        state_recipe(resolved, writer.root, stages.progress)
+        prepared = prepare(model, resolved, base_dir, writer.root, stages)
+        graphs = make_graphs(
+            *(model.config, resolved, prepared.step, prepared.plan, prepared.kv, prepared.read),
+            *(prepared.kv_scales, writer.root, stages, dump_dir),
+        )
+        assert resolved.target.capabilities is not None
+        target = RtxTarget(version=version, capabilities=list(resolved.target.capabilities))
+        manifest = begin_manifest(model.config, resolved, prepared.plan, prepared.kv, target)
+        for kind, count in manifest.quantised_kinds.items():
+            stages.progress.note(f"quantised: {count} tensors to {kind}")
+        limits = plan_limits(resolved)
+        verify_plans(writer.root, manifest, prepared, graphs, resolved, limits, stages)
+        ranks = [_build_rank(graph, resolved, limits, writer.root, stages) for graph in graphs]
+        with stages.stage("publish"):
+            writer.publish(msgspec.structs.replace(manifest, ranks=ranks))
+    stages.progress.note(f"peak memory {peak_rss_bytes() / 1e6:.0f} MB")
+    return writer.out
+
+
+def plan_limits(resolved: ResolvedRecipe) -> Limits:
+    """What the plans of a recipe are built for."""
+    limits = resolved.limits
+    return Limits(
+        batch=limits.max_sequences,
+        chunk=min(limits.max_step_tokens, limits.max_sequence_length),
+        capacity=limits.max_sequence_length,
+    )
+
+
+def _activations(resolved: ResolvedRecipe) -> ActivationDtype:
+    assert resolved.precision != "fp32", "the recipe would be refused"
+    return resolved.precision
+
+
+def _build_rank(
+    graph: RankGraph, resolved: ResolvedRecipe, limits: Limits, root: Path, stages: Stages
+) -> Rank:
+    """Write a rank's plan below `root`."""
+    shard, capabilities = graph.shard, resolved.target.capabilities
+    assert capabilities is not None
+    path = f"rank{shard.rank}/engine.plan"
+    what = f"rank {shard.rank}: " if shard.parallel.tp * shard.parallel.pp > 1 else ""
+    with stages.stage(f"{what}build plan"):
+        built = build_plan(
+            *(graph.step, graph.config, limits, _activations(resolved), graph.read),
+            capabilities,
+        )
+        (root / path).parent.mkdir()
+        (root / path).write_bytes(built.content)
+    return Rank(
+        stage=shard.stage,
+        tp_rank=shard.tp_rank,
+        layers=span(shard.layers),
+        heads=span(shard.heads),
+        kv_heads=span(shard.kv_heads),
+        tokens=span(shard.tokens),
+        executables=dict.fromkeys(capabilities, path),
+        weights=path,
+        shared_weights=None,
+        arena_bytes=0,
+        plan_tensors=built.tensors,
+    )

@@ -1,0 +1,40 @@
+"""What a build begins with: the recipe's model, fetched and opened."""
+
+from pathlib import Path
+
+from llmbuild.builder.assemble import Model
+from llmbuild.builder.checkpoint import open_checkpoint
+from llmbuild.builder.models.families import family_of
+from llmbuild.builder.models.weights import ModelWeights
+from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe, effective_yaml
+from llmbuild.builder.sources import fetch, parse_source
+from llmbuild.builder.sources.progress import Progress
+from llmbuild.builder.stages import Stages
+from llmbuild.cache import cache_root
+
+
+def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
+    """Fetch and open the recipe's model."""
+    with stages.stage("fetch", shows_bars=True):
+        path = fetch(
+            parse_source(recipe.model.source),
+            recipe.model.sha256,
+            base_dir=base_dir,
+            cache_dir=cache_root(),
+            progress=stages.progress,
+        )
+    with stages.stage("read checkpoint"):
+        checkpoint = open_checkpoint(path)
+        family = family_of(checkpoint.config)
+        config = family.translate(checkpoint.config)
+        weights = ModelWeights(checkpoint, family, config)
+    for note in checkpoint.notes:
+        stages.progress.note(note)
+    return Model(path, config, weights)
+
+
+def state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> None:
+    """Print the effective recipe, and keep it in the engine."""
+    text = effective_yaml(resolved)
+    progress.note("effective recipe:\n" + "".join(f"  {line}\n" for line in text.splitlines()))
+    (root / "recipe.yaml").write_text(text)

@@ -1,0 +1,88 @@
+"""The recipe's target: what the engine runs on, and what else of a recipe fits it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from llmbuild.builder.recipe.problems import problem
+from llmbuild.builder.recipe.section import Section, listed
+from llmbuild.runtime.isa import LEVELS
+from llmbuild.runtime.plan_header import CAPABILITY_BITS
+from llmbuild.runtime.target import CPU, TENSORRT_RTX
+
+NATIVE = "native"  # the best level of the machine that builds
+CAPABILITIES = tuple(CAPABILITY_BITS)
+DEFAULT_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
+
+# By target. Of tensorrt-rtx, what native layers and its kernels have.
+PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT_RTX: ("fp16", "bf16")}
+RTX_SCHEMES = ("none", "w4a16", "w8a16", "w8a8-static")
+
+
+def _levels(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else listed(value)
+
+
+def _capabilities(value: Any) -> Any:
+    """YAML reads 8.9 as a number."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(str(each) if isinstance(each, float) else each for each in values)
+
+
+class Target(Section):
+    kind: Literal["cpu", "tensorrt-rtx"] = Field(default="cpu", description="cpu or tensorrt-rtx")
+    isa: Annotated[tuple[str, ...] | None, BeforeValidator(_levels)] = Field(
+        default=None,
+        description=f"{NATIVE}, a level, or a list of levels: {', '.join(LEVELS)}",
+    )
+    capabilities: Annotated[tuple[str, ...] | None, BeforeValidator(_capabilities)] = Field(
+        default=None,
+        description=f"a compute capability or a list of them: {', '.join(CAPABILITIES)}",
+    )
+
+    @field_validator("isa")
+    @classmethod
+    def _levels_are_of_one_machine(
+        cls, levels: tuple[str, ...] | None, info: ValidationInfo
+    ) -> tuple[str, ...] | None:
+        if levels is None:
+            return None
+        _refuse_unless(CPU, info)
+        if levels == (NATIVE,):
+            return levels
+        if not levels or not set(levels) <= LEVELS.keys():
+            raise ValueError("no levels")
+        if len(set(levels)) < len(levels):
+            raise problem("each level may stand once")
+        if len({LEVELS[level].machine for level in levels}) > 1:
+            raise problem("an engine runs on one kind of machine: list x86-64 levels or aarch64")
+        return levels
+
+    @field_validator("capabilities")
+    @classmethod
+    def _capabilities_exist(
+        cls, capabilities: tuple[str, ...] | None, info: ValidationInfo
+    ) -> tuple[str, ...] | None:
+        if capabilities is None:
+            return None
+        _refuse_unless(TENSORRT_RTX, info)
+        if not capabilities or not set(capabilities) <= {*CAPABILITIES}:
+            raise ValueError("no capabilities")
+        if len(set(capabilities)) < len(capabilities):
+            raise problem("each compute capability may stand once")
+        return tuple(sorted(capabilities, key=CAPABILITIES.index))
+
+    def resolved(self) -> dict[str, Any]:
+        """As written, with the defaults of its kind filled."""
+        content = self.model_dump(exclude_none=True)
+        if self.kind == CPU:
+            content.setdefault("isa", (NATIVE,))
+        else:
+            content.setdefault("capabilities", DEFAULT_CAPABILITIES)
+        return content
+
+
+def _refuse_unless(kind: str, info: ValidationInfo) -> None:
+    given = info.data.get("kind")
+    if given is not None and given != kind:
+        raise problem(f"leave it out: it is for target {kind}, and this is {given}")

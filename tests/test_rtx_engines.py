@@ -1,0 +1,249 @@
+"""`llmbuild compile` for tensorrt-rtx: real plans, built without a GPU; the network that each is
+built of is run on the CPU and held to the reference as part of the build."""
+
+import hashlib
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmbuild import LLM
+from llmbuild.builder import compile_plans
+from llmbuild.builder.compile import compile, compile_rank
+from llmbuild.errors import BuildError, EngineError, InternalError, RecipeError
+from llmbuild.runtime import engine as engine_module
+from llmbuild.runtime.engine import open_engine
+from llmbuild.runtime.inspect_cli import inspect
+from llmbuild.runtime.manifest import read_manifest
+from llmbuild.runtime.plan_header import read_plan_header
+
+VERSION = compile_plans.installed_tensorrt_rtx().__version__
+TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(99))
+SCHEMES = {
+    "fp16": (),
+    "bf16": ("precision=bf16",),
+    "w4a16": ("quantisation={scheme: w4a16, group_size: 32, method: rtn}",),
+    "w8a16": ("quantisation=w8a16",),
+    "w8a8": ("quantisation=w8a8-static",),
+}
+
+Compiled = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, save_tiny_llama: Callable[..., Path]) -> Path:
+    """Of a random model whose rows are of whole groups."""
+    folder = tmp_path_factory.mktemp("rtx")
+    sizes = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 288, "num_key_value_heads": 3}
+    path = save_tiny_llama(folder, **sizes)
+    (folder / "text.txt").write_text(TEXT)
+    lines = path.read_text().replace("precision: fp32", "precision: fp16").splitlines()
+    lines = [line for line in lines if not line.startswith("kv_cache")]
+    lines += ["target: {kind: tensorrt-rtx, capabilities: [8.9, 12.0]}"]
+    lines += ["calibration: {data: text.txt, sequences: 4, length: 16}"]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(recipe: Path) -> Compiled:
+    """compiled(*overrides): an engine, made when first asked for."""
+    engines: dict[tuple[str, ...], Path] = {}
+
+    def build(*overrides: str) -> Path:
+        if overrides not in engines:
+            out = recipe.parent / f"engine-{len(engines)}"
+            engines[overrides] = compile(recipe, out, overrides)
+        return engines[overrides]
+
+    return build
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_precision_builds_and_says_what_it_is(compiled: Compiled, scheme: str) -> None:
+    root = compiled(*SCHEMES[scheme])
+    manifest = read_manifest(root)
+    (rank,) = manifest.ranks
+    assert rank.executables == {"8.9": "rank0/engine.plan", "12.0": "rank0/engine.plan"}
+    header = read_plan_header(root / "rank0/engine.plan")
+    assert header.capabilities == ("8.9", "12.0")
+    assert header.version == VERSION == manifest.target.version
+    assert header.size_bytes == (root / "rank0/engine.plan").stat().st_size
+    bits = {4: 7 * 2, 8: 7 * 2}  # linears of two layers; the head is the embedding, quantised too
+    quantised = [each.bits for each in manifest.quantised.values()]
+    assert all(quantised.count(n) >= count for n, count in bits.items() if n in quantised)
+    assert bool(quantised) == scheme.startswith("w")
+
+
+def test_inspect_shows_inputs_outputs_sizes_and_the_capabilities_read_back(
+    compiled: Compiled,
+) -> None:
+    done = CliRunner().invoke(inspect, [str(compiled())])
+    assert done.exit_code == 0, done.output
+    size = (compiled() / "rank0/engine.plan").stat().st_size
+    assert f"plan rank0/engine.plan: {size:,} bytes" in done.output or f"{size / 1e6:,.1f} MB" in (
+        done.output
+    )
+    assert f"TensorRT for RTX {VERSION}, for 8.9, 12.0" in done.output
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    for line in (
+        "input token_ids int32 [B, L]",
+        "input cache.1.v fp16 [B, 3, 64, 32]",
+        "output cache.1.v.updated fp16 [B, 3, 64, 32]",
+        "output logits fp32 [R, 257]",
+    ):
+        assert line in lines
+
+
+def test_the_plan_has_the_inputs_and_outputs_that_the_manifest_tells(compiled: Compiled) -> None:
+    content = (compiled() / "rank0/engine.plan").read_bytes()
+    for tensor in read_manifest(compiled()).ranks[0].plan_tensors:
+        assert tensor.name.encode() in content
+
+
+def test_ranks_have_plans_with_collectives(compiled: Compiled) -> None:
+    """The build holds the three networks together to the reference."""
+    root = compiled("parallel.tp=3")
+    manifest = read_manifest(root)
+    assert len(manifest.ranks) == 3
+    for index, rank in enumerate(manifest.ranks):
+        assert rank.heads.count == 2
+        content = (root / f"rank{index}/engine.plan").read_bytes()
+        assert b"all_reduce.dist_collective" in content
+
+
+def test_stages_have_plans_that_pass_activations_on(compiled: Compiled) -> None:
+    first, second = read_manifest(compiled("parallel.pp=2")).ranks
+    assert "next_hidden" in [tensor.name for tensor in first.plan_tensors if not tensor.is_input]
+    assert "hidden" in [tensor.name for tensor in second.plan_tensors if tensor.is_input]
+
+
+def test_a_network_that_diverges_is_not_published(recipe: Path) -> None:
+    out = recipe.parent / "diverged"
+    with pytest.raises(InternalError, match="emulated network's logits differ"):
+        compile(recipe, out, ["verify.tolerance=0.0000001"])
+    assert not out.exists()
+
+
+def test_ranks_are_not_compiled_one_by_one(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="leave it out"):
+        compile_rank(0, recipe, recipe.parent / "rank", ["parallel.tp=3"])
+
+
+def test_without_tensorrt_it_says_what_to_install(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
+    out = recipe.parent / "none"
+    with pytest.raises(BuildError, match=r"pip install 'llmbuild\[tensorrt-rtx\]'"):
+        compile(recipe, out)
+    assert not out.exists()
+
+
+def test_what_native_layers_lack_is_refused_by_name(recipe: Path) -> None:
+    out = recipe.parent / "asymmetric"
+    with pytest.raises(BuildError, match="choose a symmetric grid"):
+        compile(recipe, out, ["quantisation={scheme: w8a16, symmetric: false}"])
+    assert not out.exists()
+
+
+# Loading, on a machine whose GPU and installation are pretended.
+
+
+@pytest.fixture
+def on_ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of compute capability 8.9 and the version that builds here."""
+    monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(engine_module, "installed_version", lambda: VERSION)
+
+
+@pytest.fixture
+def copied(compiled: Compiled, tmp_path: Path) -> Path:
+    """A copy of an engine, to be damaged."""
+    import shutil
+
+    return Path(shutil.copytree(compiled(), tmp_path / "engine"))
+
+
+def change_plan(root: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the plan, and let the manifest know it as published."""
+    path = root / "rank0/engine.plan"
+    before = path.read_bytes()
+    after = change(before)
+    path.write_bytes(after)
+    manifest = root / "manifest.json"
+    text = manifest.read_text()
+    digest = text.split('"digest": "')[1].split('"')[0]
+    for old, new in (
+        (hashlib.sha256(before).hexdigest(), hashlib.sha256(after).hexdigest()),
+        (f'"size_bytes": {len(before)}', f'"size_bytes": {len(after)}'),
+        (digest, ""),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    sealed = hashlib.sha256(text.encode()).hexdigest()
+    manifest.write_text(text.replace('"digest": ""', f'"digest": "{sealed}"'))
+
+
+@pytest.mark.usefixtures("on_ada")
+def test_an_engine_for_this_gpu_opens(compiled: Compiled) -> None:
+    assert open_engine(compiled()).variant == "8.9"
+
+
+@pytest.mark.usefixtures("on_ada")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan[:-1], "damaged"),
+        (lambda plan: plan[:40], "no TensorRT plan"),
+        (lambda plan: b"x" + plan[1:], "no TensorRT plan"),
+        (lambda plan: plan[:32] + struct.pack("<I", 8) + plan[36:], "12.0 is wanted"),
+        (lambda plan: plan[:24] + bytes([1, 6, 0, 9]) + plan[28:], "RTX 1.6.0.9"),
+    ],
+    ids=["truncated", "cut to nothing", "another file", "wrong mask", "wrong version"],
+)
+def test_a_plan_that_is_not_what_the_manifest_says_is_refused(
+    copied: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
+    change_plan(copied, change)
+    with pytest.raises(EngineError, match=message):
+        open_engine(copied)
+    done = CliRunner().invoke(inspect, [str(copied)])
+    assert message in str(done.exception)
+
+
+@pytest.mark.usefixtures("on_ada")
+def test_a_damaged_plan_is_refused_by_its_digest(copied: Path) -> None:
+    path = copied / "rank0/engine.plan"
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(EngineError, match="sha256"):
+        open_engine(copied)
+
+
+@pytest.mark.usefixtures("on_ada")
+def test_another_gpu_is_refused(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.6")
+    with pytest.raises(EngineError, match=r"capabilities 8\.9, 12\.0, and this GPU has 8\.6"):
+        open_engine(compiled())
+
+
+@pytest.mark.usefixtures("on_ada")
+def test_another_version_is_refused(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "installed_version", lambda: "1.6.0.9")
+    with pytest.raises(EngineError, match=r"and 1\.6\.0\.9 is installed"):
+        open_engine(compiled())
+
+
+def test_without_a_gpu_it_says_what_is_needed(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", fail)
+    with pytest.raises(EngineError, match="needs an NVIDIA GPU and its driver"):
+        LLM(compiled())
