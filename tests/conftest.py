@@ -1,7 +1,12 @@
 """What every test shares: the checkout, and small random models with engines made of them."""
 
-import json
 import os
+
+# Kernels are interpreted here; tests that compile them do so in processes of their own. It has to
+# be said before torch imports Triton.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -1,6 +1,5 @@
 """What quantised weights are stored as, of those that GPU kernels are built for."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,11 +44,13 @@ class WeightFormat:
         return f"{columns} * {self.bits} / 8 + {groups} * {scale_bytes}"
 
 
-def integer_formats() -> Iterator[WeightFormat]:
-    """Those of the recipe's schemes and of checkpoints that are quantised already."""
-    for group in (32, 64, 128):
-        yield WeightFormat("int4", group)
-        yield WeightFormat("int4", group, "minima")
-    yield WeightFormat("int4", 128, "zeros")  # GPTQ and AWQ checkpoints
-    for group in (0, 128):
-        yield WeightFormat("int8", group)
+# The recipe's defaults.
+INT4 = WeightFormat("int4", 64)
+INT8 = WeightFormat("int8", 0)
+
+# Those of checkpoints that are quantised already.
+Q4_0 = WeightFormat("int4", 32)
+Q4_1 = WeightFormat("int4", 32, "minima")
+Q8_0 = WeightFormat("int8", 32)
+INT4_128_ZEROS = WeightFormat("int4", 128, "zeros")  # GPTQ and AWQ
+E4M3 = WeightFormat("e4m3", 0)

@@ -13,7 +13,6 @@ import triton.language as tl
 from llmbuild.plugins.common.kernel_variant import KernelVariant
 from llmbuild.plugins.common.kv_triton import narrowed
 from llmbuild.plugins.common.make_variant import for_row_of, make_variant
-from llmbuild.plugins.common.model_shape import MODEL_SHAPES
 from llmbuild.plugins.common.row_groups_triton import (
     group_columns,
     load_columns,
@@ -101,12 +100,13 @@ def gated_row(gate, up, N, row, columns, exists, KIND: tl.constexpr):
 
 
 def variants(sm: int) -> Iterator[KernelVariant]:
-    for kind, activation in product(KINDS, ("fp16", "bf16")):
-        yield gated_variant(sm, activation, kind, is_merged=True)
-        yield gated_variant(sm, activation, kind, is_merged=False)
-    groups = [64, *(shape.inner for shape in MODEL_SHAPES)]
-    for activation, group, is_static in product(("fp16", "bf16"), groups, (True, False)):
-        yield int8_gated_variant(sm, activation, "silu", group, is_static)
+    for activation, is_merged in product(("fp16", "bf16"), (True, False)):
+        yield gated_variant(sm, activation, "silu", is_merged)
+    for kind in KINDS:
+        if kind != "silu":
+            yield gated_variant(sm, "bf16", kind, is_merged=True)
+    for group, is_static in ((32, False), (64, False), (64, True)):
+        yield int8_gated_variant(sm, "bf16", "silu", group, is_static)
 
 
 def gated_variant(sm: int, activation: str, kind: str, is_merged: bool) -> KernelVariant:

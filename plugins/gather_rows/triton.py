@@ -9,11 +9,11 @@ from llmbuild.plugins.common.kernel_variant import KernelVariant
 from llmbuild.plugins.common.kv_triton import narrowed
 from llmbuild.plugins.common.make_variant import make_variant
 from llmbuild.plugins.common.tuning import tuned
-from llmbuild.plugins.common.weight_format import WeightFormat
+from llmbuild.plugins.common.weight_format import Q4_0, Q4_1, Q8_0, WeightFormat
 from llmbuild.plugins.common.weight_triton import load_scales, scale_places, weight_numbers
 
 # Tables are quantised where a checkpoint has them so: GGUF's Q4_0, Q4_1 and Q8_0.
-_STORED = (WeightFormat("int4", 32), WeightFormat("int4", 32, "minima"), WeightFormat("int8", 32))
+_STORED = (Q4_0, Q4_1, Q8_0)
 
 
 @triton.jit
@@ -73,8 +73,8 @@ def variants(sm: int) -> Iterator[KernelVariant]:
     for activation in ("fp16", "bf16"):
         for table in (activation, "fp32"):
             yield gather_variant(sm, table, activation)
-        for weights in _STORED:
-            yield quantised_gather_variant(sm, weights, activation)
+    for weights in _STORED:
+        yield quantised_gather_variant(sm, weights, "bf16")
 
 
 def gather_variant(sm: int, table: str, activation: str, first: int = 0) -> KernelVariant:

@@ -30,9 +30,9 @@ def quantised_gemm(
 ):
     """Grid: (ceil(N / FEATURES), ceil(T / TOKENS)).
 
-    Codes are multiplied as they are, and their sums scaled: after DEPTH columns, or once where each
-    row has one scale. Results are [features, tokens], so that weights, which need work before they
-    are multiplied, may stay in registers, and that few tokens waste no tensor cores.
+    Codes are multiplied as they are, and sums of DEPTH columns scaled, or the whole row's where it
+    has one scale. Results are [features, tokens], so that weights, which need work before they are
+    multiplied, may stay in registers, and that few tokens waste no tensor cores.
     """
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -43,27 +43,34 @@ def quantised_gemm(
     x += token.to(tl.int64)[None, :] * K + column[:, None]
     SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     HAS_OFFSETS: tl.constexpr = minima is not None or zeros is not None
-    SCALED_ONCE: tl.constexpr = GROUP == 0 and X_GROUP == 0 and not HAS_OFFSETS
-    sums = tl.zeros((FEATURES, TOKENS), SUM if SCALED_ONCE else tl.float32)
+    IS_WEIGHT_LAST: tl.constexpr = GROUP == 0 and not HAS_OFFSETS  # its scale comes at the end
+    IS_X_LAST: tl.constexpr = X_GROUP == 0
+    IS_SCALED_LAST: tl.constexpr = IS_WEIGHT_LAST and IS_X_LAST
+    sums = tl.zeros((FEATURES, TOKENS), SUM if IS_SCALED_LAST else tl.float32)
     for begin in range(0, K, DEPTH):
         weights = tl.load(codes + begin * BITS // 8, is_feature[:, None], other=0.0)
         weights = weight_numbers(weights, BITS, x.dtype.element_ty)
         values = tl.load(x + begin, is_token[None, :], other=0.0)
-        if SCALED_ONCE:
+        if IS_SCALED_LAST:
             sums = tl.dot(weights, values, sums, out_dtype=SUM)
         else:
-            places = scale_places(feature, begin, K, GROUP)
-            scale, offset = load_scales(scales, minima, zeros, places, is_feature, BITS)
-            x_scale = load_x_scales(x_scales, token, begin, K, is_token, X_GROUP)
             dots = tl.dot(weights, values, out_dtype=SUM).to(tl.float32)
-            sums += dots * scale[:, None] * x_scale[None, :]
-            if HAS_OFFSETS:
-                x_sums = tl.sum(values.to(SUM), axis=0).to(tl.float32) * x_scale
-                sums += offset[:, None] * x_sums[None, :]
+            if not IS_WEIGHT_LAST:
+                places = scale_places(feature, begin, K, GROUP)
+                scale, offset = load_scales(scales, minima, zeros, places, is_feature, BITS)
+                dots *= scale[:, None]
+                if HAS_OFFSETS:
+                    x_sums = tl.sum(values.to(SUM), axis=0).to(tl.float32)
+                    dots += offset[:, None] * x_sums[None, :]
+            if not IS_X_LAST:
+                dots *= load_x_scales(x_scales, token, begin, K, is_token, X_GROUP)[None, :]
+            sums += dots
     result = sums.to(tl.float32)
-    if SCALED_ONCE:
+    if IS_WEIGHT_LAST:
         scale, _ = load_scales(scales, minima, zeros, feature, is_feature, BITS)
-        result *= scale[:, None] * load_x_scales(x_scales, token, 0, K, is_token, 0)[None, :]
+        result *= scale[:, None]
+    if IS_X_LAST:
+        result *= load_x_scales(x_scales, token, 0, K, is_token, 0)[None, :]
     if bias is not None:
         result += tl.load(bias + feature, is_feature, other=0.0)[:, None]
     to = y + token.to(tl.int64)[None, :] * N + feature[:, None]

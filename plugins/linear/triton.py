@@ -11,50 +11,50 @@ import triton
 
 from llmbuild.plugins.common.kernel_variant import KernelVariant
 from llmbuild.plugins.common.make_variant import for_row_of, make_variant
-from llmbuild.plugins.common.model_shape import MODEL_SHAPES
+from llmbuild.plugins.common.model_shape import LLAMA_8B
 from llmbuild.plugins.common.tuning import tuned
-from llmbuild.plugins.common.weight_format import WeightFormat, integer_formats
+from llmbuild.plugins.common.weight_format import (
+    E4M3,
+    INT4,
+    INT4_128_ZEROS,
+    INT8,
+    Q4_0,
+    Q4_1,
+    Q8_0,
+    WeightFormat,
+)
 from llmbuild.plugins.linear.gemm_triton import quantised_gemm
 from llmbuild.plugins.linear.gemv_triton import quantised_gemv
 from llmbuild.plugins.linear.quantise_rows_triton import quantise_rows, quantise_rows_e4m3
 
-ACTIVATIONS = ("fp16", "bf16")
-E4M3 = WeightFormat("e4m3", 0)
 FIRST_E4M3_SM = 89  # with tensor cores for it
 
-# Weights that meet int8 activations, and how many columns of those share a scale.
-INT8_ACTIVATIONS = (
-    (WeightFormat("int8", 0), 0),
-    (WeightFormat("int8", 0), 64),
-    (WeightFormat("int8", 64), 64),
-    (WeightFormat("int8", 64, "minima"), 64),
-    (WeightFormat("int4", 64), 64),
-    (WeightFormat("int4", 128), 64),
-    (WeightFormat("int4", 64, "minima"), 64),
-)
+# Weights that meet activations of two bytes.
+_WIDE_ACTIVATIONS = {
+    "fp16": (INT4, INT8),
+    "bf16": (INT4, INT8, Q4_0, Q4_1, Q8_0, INT4_128_ZEROS, E4M3),
+}
+
+# Weights that meet int8 activations, and how many columns of those share a scale (quant/plan.py).
+_INT8_ACTIVATIONS = ((INT4, 64), (INT8, 64), (Q4_0, 32), (Q4_1, 32), (Q8_0, 32))
 
 
 def variants(sm: int) -> Iterator[KernelVariant]:
-    for activation in ACTIVATIONS:
-        for weights in (*integer_formats(), E4M3):
-            for tokens in (1, 4):
+    for activation, formats in _WIDE_ACTIVATIONS.items():
+        for weights in formats:
+            for tokens in (1, tuned(f"linear.gemv_{weights.bits}bit", sm).rows):
                 yield gemv_variant(sm, weights, activation, tokens)
             for is_many in (False, True):
                 yield gemm_variant(sm, weights, activation, activation, is_many=is_many)
-        for (weights, group), is_many in product(INT8_ACTIVATIONS, (False, True)):
-            yield gemm_variant(sm, weights, "i8", activation, group, is_many)
-        for group, is_static in product((64, *widths()), (False, True)):
-            yield quantise_variant(sm, activation, group, is_static)
-        if sm >= FIRST_E4M3_SM:
-            for is_many in (False, True):
-                yield gemm_variant(sm, E4M3, "fp8e4nv", activation, 0, is_many)
-            for width in widths():
-                yield quantise_e4m3_variant(sm, activation, width)
-
-
-def widths() -> list[int]:
-    """Of the rows that linears read."""
-    return [width for shape in MODEL_SHAPES for width in (shape.hidden, shape.inner)]
+    for (weights, group), is_many in product(_INT8_ACTIVATIONS, (False, True)):
+        yield gemm_variant(sm, weights, "i8", "bf16", group, is_many)
+    for group, is_static in ((32, False), (64, False), (64, True)):
+        yield quantise_variant(sm, "bf16", group, is_static)
+    if sm >= FIRST_E4M3_SM:
+        for is_many in (False, True):
+            yield gemm_variant(sm, E4M3, "fp8e4nv", "bf16", 0, is_many)
+        for width in (LLAMA_8B.hidden, LLAMA_8B.inner):
+            yield quantise_e4m3_variant(sm, "bf16", width)
 
 
 def gemv_variant(

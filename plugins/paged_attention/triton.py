@@ -262,9 +262,21 @@ class AttentionType:
     has_sinks: bool = False
     has_channel_scales: bool = False
 
+    @property
+    def options(self) -> str:
+        """What there is beyond plain attention, for the end of a kernel's name."""
+        options = {
+            f".window{self.window}": self.window,
+            f".cap{self.soft_cap:g}": self.soft_cap,
+            ".sinks": self.has_sinks,
+            ".channel_scales": self.has_channel_scales,
+        }
+        return "".join(option for option, is_there in options.items() if is_there)
+
     def name(self, kernel: str) -> str:
         kernel = f"paged_attention_{kernel}"
-        return self.shape.name(kernel, self.activation, self.k_dtype, self.v_dtype)
+        name = self.shape.name(kernel, self.activation, self.k_dtype, self.v_dtype)
+        return name + self.options
 
     @property
     def constants(self) -> dict[str, int | float]:
@@ -308,29 +320,34 @@ def attention_tiles(kernel: str, shape: AttentionShape, sm: int) -> Tiles:
     return replace(tiles, rows=rows, columns=keys)
 
 
-def decode_variants(of: AttentionType, sm: int) -> tuple[KernelVariant, KernelVariant]:
-    """`decode`, and `combine` of its splits."""
-    shape = of.shape
-    tiles = attention_tiles("decode", shape, sm)
-    scratch = {"partial_out": "*fp32", "partial_stats": "*fp32", "splits": "i32"}
-    first = make_variant(
+_SCRATCH = {"partial_out": "*fp32", "partial_stats": "*fp32", "splits": "i32"}
+
+
+def decode_variant(of: AttentionType, sm: int) -> KernelVariant:
+    tiles = attention_tiles("decode", of.shape, sm)
+    return make_variant(
         of.name("decode"),
         decode,
-        {**of.input_types(sm), **scratch},
+        {**of.input_types(sm), **_SCRATCH},
         {**of.constants, "ROWS": tiles.rows, "KEYS": tiles.columns},
         tiles,
         bytes_per_token=f"{of.context_bytes(sm)} a token of the context",
     )
+
+
+def combine_variant(of: AttentionType, sm: int) -> KernelVariant:
+    """Of `decode`; the dtypes of the KV cache make no difference."""
+    shape = of.shape
     names = ("NUM_KV_HEADS", "HEAD_DIM", "PADDED", "GROUP")
-    second = make_variant(
-        of.name("combine"),
+    heads = f"h{shape.num_heads}x{shape.num_kv_heads}.d{shape.head_dim}"
+    return make_variant(
+        f"paged_attention_combine.{of.activation}.{heads}{of.options}",
         combine,
-        {"query_start": "*i32", "kv_lengths": "*i32", **scratch, **of.result_types},
+        {"query_start": "*i32", "kv_lengths": "*i32", **_SCRATCH, **of.result_types},
         {**{name: of.constants[name] for name in names}, "MAX_SPLITS": MAX_SPLITS},
         tuned("paged_attention.combine", sm),
         bytes_per_token=f"{4 * shape.num_heads * (shape.head_dim + 2)} a split",
     )
-    return first, second
 
 
 def prefill_variant(of: AttentionType, sm: int) -> KernelVariant:
@@ -346,13 +363,17 @@ def prefill_variant(of: AttentionType, sm: int) -> KernelVariant:
 
 
 def variants(sm: int) -> Iterator[KernelVariant]:
-    for shape, activation, kv in worth_building():
+    combines = {}
+    for shape, activation, kv_dtypes in worth_building():
         of = AttentionType(
             shape,
             activation,
-            *(kv, kv),
+            *kv_dtypes,
             scale=shape.head_dim**-0.5,
-            has_channel_scales=kv == "int8-static",
+            has_channel_scales="int8-static" in kv_dtypes,
         )
-        yield from decode_variants(of, sm)
+        yield decode_variant(of, sm)
         yield prefill_variant(of, sm)
+        combine_of = combine_variant(of, sm)
+        combines[combine_of.name] = combine_of
+    yield from combines.values()

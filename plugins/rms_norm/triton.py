@@ -9,7 +9,7 @@ import triton.language as tl
 from llmbuild.plugins.common.kernel_variant import KernelVariant
 from llmbuild.plugins.common.kv_triton import narrowed
 from llmbuild.plugins.common.make_variant import for_row_of, make_variant
-from llmbuild.plugins.common.model_shape import MODEL_SHAPES
+from llmbuild.plugins.common.model_shape import LLAMA_8B, MODEL_SHAPES, SMOLLM2
 from llmbuild.plugins.common.row_groups_triton import (
     group_columns,
     load_columns,
@@ -17,7 +17,8 @@ from llmbuild.plugins.common.row_groups_triton import (
 )
 from llmbuild.plugins.common.tuning import tuned
 
-ACTIVATION_GROUP = 64
+# Widths, and how many columns of int8 activations share a scale: in our recipes for SmolLM2 32.
+_INT8_NORMS = ((SMOLLM2.hidden, 32), (LLAMA_8B.hidden, 64))
 
 
 @triton.jit
@@ -116,11 +117,12 @@ def normalised(values, weight, columns, exists, N: tl.constexpr, EPS: tl.constex
 
 def variants(sm: int) -> Iterator[KernelVariant]:
     for shape, activation in product(MODEL_SHAPES, ("fp16", "bf16")):
-        width = shape.hidden
         for with_residual in (False, True):
-            yield norm_variant(sm, activation, width, with_residual)
-            for group, is_static in ((ACTIVATION_GROUP, False), (width, False), (width, True)):
-                yield int8_norm_variant(sm, activation, width, group, is_static, with_residual)
+            yield norm_variant(sm, activation, shape.hidden, with_residual)
+    for (width, group), is_static, with_residual in product(
+        _INT8_NORMS, (False, True), (False, True)
+    ):
+        yield int8_norm_variant(sm, "bf16", width, group, is_static, with_residual)
     yield norm_variant(sm, "bf16", 32 * 128, with_residual=False, group=128)
 
 

@@ -193,12 +193,12 @@ def variant(
 
 
 def variants(sm: int) -> Iterator[KernelVariant]:
-    for shape, activation, kv in worth_building():
+    for shape, activation, kv_dtypes in worth_building():
         yield variant(
             shape,
             activation,
-            (kv, kv),
+            kv_dtypes,
             sm,
             rotary_dim=shape.head_dim,
-            has_channel_scales=kv == "int8-static",
+            has_channel_scales="int8-static" in kv_dtypes,
         )

@@ -106,21 +106,20 @@ def best_of_row(best, parts, PARTS: tl.constexpr):
 
 
 def variants(sm: int) -> Iterator[KernelVariant]:
-    for logits in ("fp32", "fp16", "bf16"):
-        yield best_variant(sm, logits)
-        yield sample_variant(sm, logits)
+    yield best_variant(sm)
     yield greedy_variant(sm)
+    yield sample_variant(sm)
 
 
-def best_variant(sm: int, logits: str) -> KernelVariant:
+def best_variant(sm: int) -> KernelVariant:
     tiles = tuned("sample.parts", sm)
     return make_variant(
-        f"best_of_parts.{logits}",
+        "best_of_parts.fp32",
         best_of_parts,
-        {"logits": f"*{logits}", "V": "i32", "best": "*i64"},
+        {"logits": "*fp32", "V": "i32", "best": "*i64"},
         {"COLUMNS": tiles.columns},
         tiles,
-        bytes_per_token=f"{4 if logits == 'fp32' else 2} * V",
+        bytes_per_token="4 * V",
         multiples_of_16=("V",),
     )
 
@@ -137,10 +136,10 @@ def greedy_variant(sm: int) -> KernelVariant:
     )
 
 
-def sample_variant(sm: int, logits: str) -> KernelVariant:
+def sample_variant(sm: int) -> KernelVariant:
     tiles = tuned("sample.draw", sm)
     types = {
-        "logits": f"*{logits}",
+        "logits": "*fp32",
         "best": "*i64",
         "temperatures": "*fp32",
         "top_ks": "*i32",
@@ -153,11 +152,11 @@ def sample_variant(sm: int, logits: str) -> KernelVariant:
         "tokens": "*i32",
     }
     return make_variant(
-        f"sample.{logits}",
+        "sample.fp32",
         sample,
         types,
         {"PARTS": tuned("sample.greedy", sm).columns, "COLUMNS": tiles.columns},
         tiles,
-        bytes_per_token=f"{4 if logits == 'fp32' else 2} * V a pass, most of them from the L2",
+        bytes_per_token="4 * V a pass, most of them from the L2",
         multiples_of_16=("V",),
     )

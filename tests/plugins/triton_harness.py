@@ -4,18 +4,22 @@ has them. Import this before a module with kernels."""
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from kernel_harness import Step, make_step
 from numpy.typing import NDArray
 
+from llmbuild.plugins.common.kernel_variant import KernelVariant
 from llmbuild.plugins.common.kv_pools import ROUNDERS
 
 os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
-triton = pytest.importorskip("triton")
+triton = import_module("triton")
+assert not isinstance(triton.language.sum, triton.JITFunction), (
+    "torch has imported Triton already: set TRITON_INTERPRET=1 before that"
+)
 
 KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int8-static", "fp8", "int4")
 _ITEMS = {
@@ -28,9 +32,30 @@ _ITEMS = {
 FP8_LARGEST = 448.0
 
 
+# What a kernel's signature calls a tensor's items; fp8 may be bytes.
+_ITEM_TYPES = {
+    "*fp32": torch.float32,
+    "*fp16": torch.float16,
+    "*bf16": torch.bfloat16,
+    "*i8": torch.int8,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+    "*u8": torch.uint8,
+}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> None:
-    """Run a kernel over a grid; arrays may be numpy's or torch's, and are written in place."""
-    kernel[grid](**{name: as_argument(value) for name, value in arguments.items()})
+    """Run a kernel over a grid; arrays may be numpy's or torch's, and are written in place. kernel:
+    a Triton function, or a variant that is built, whose constants then replace those given."""
+    arguments = {name: as_argument(value) for name, value in arguments.items()}
+    if isinstance(kernel, KernelVariant):
+        arguments |= kernel.constants
+        for name, kind in kernel.signature.items():
+            is_tensor = isinstance(arguments[name], torch.Tensor)
+            assert is_tensor == kind.startswith("*"), name
+            assert not is_tensor or arguments[name].dtype == _ITEM_TYPES[kind], name
+        kernel = kernel.kernel
+    kernel[grid](**arguments)
 
 
 def as_argument(value: Any) -> Any:

@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from llmbuild.builder.targets.gpu.capabilities import capability
+from llmbuild.builder.targets.gpu.capabilities import CAPABILITIES, capability
 from llmbuild.builder.targets.gpu.compiled_kernel import (
     CompiledKernel,
     Resources,
@@ -46,8 +46,11 @@ def load_compiler() -> None:
     """Does once what each fork would do again before its kernel: half a second of it."""
     import triton.compiler.code_generator
     import triton.runtime.cache
+    from triton.backends.nvidia.compiler import get_ptxas_version
 
     triton.runtime.cache.triton_key()  # hashes all of Triton, and remembers it
+    for sm in CAPABILITIES:
+        get_ptxas_version(sm)  # asks ptxas, and remembers it
 
 
 def launch_arguments(variant: KernelVariant) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from llmbuild.plugins.gather_rows import triton as kernels
 from llmbuild.plugins.gather_rows.op import gather_quantised_rows, gather_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SIZES = [(1, 1), (5, 63), (7, 64), (3, 65), (11, 160)]
+SIZES = [(1, 1), (5, 63), (7, 64), (11, 161)]
 
 
 def random_index(rows: int) -> torch.Tensor:

@@ -135,11 +135,13 @@ def test_norms_of_a_sum_are_rounded_to_int8(width: int, group: int) -> None:
     assert_rounded_to_int8(codes, scales, reference(exact, weight), tolerance=1e-6)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("width", "group"), INT8)
-def test_static_scales_are_those_of_every_row(width: int, group: int) -> None:
+def test_static_scales_are_those_of_every_row(width: int, group: int, with_residual: bool) -> None:
     x, weight = random_rows(3, width, torch.float16), random_rows(1, width, torch.float32, 1)[0]
     static = np.linspace(0.005, 0.03, width // group, dtype=np.float32)
-    codes, scales, _ = run_int8(x, weight, group, static_scales=static)
+    residual = torch.zeros_like(x) if with_residual else None
+    codes, scales, _ = run_int8(x, weight, group, residual, static)
     assert (np.abs(codes) == 127).any(), "nothing was beyond the largest code"
     assert_rounded_to_int8(codes, scales, reference(x, weight), 1e-6, static)
 

@@ -170,7 +170,7 @@ def kept(logits: Logits, params: Params) -> list[int]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("size", [1, 2, 17, 100])
+@pytest.mark.parametrize("size", [1, 17, 100])
 def test_kept_tokens_are_those_of_a_sorted_vocabulary(
     size: int, params: Params, spread: float
 ) -> None:
@@ -185,6 +185,8 @@ def test_top_p_reached_exactly_keeps_no_further_token() -> None:
     assert kept(np.zeros(4, np.float32), Params(top_p=0.5)) == [0, 1]
     assert kept(halves, Params(top_p=0.5)) == [1]
     assert kept(halves, Params(top_p=0.51)) == [1, 3]
+    tokens = run_sample(np.zeros((12, 4), np.float32), Params(top_p=0.5), columns=8)
+    assert set(tokens.tolist()) == {0, 1}
 
 
 @triton.jit
@@ -230,7 +232,7 @@ def test_draw_is_where_the_random_number_falls_among_the_kept_weights(
 
 @pytest.mark.parametrize(
     ("params", "count"),
-    [(Params(), 250), (Params(0.7, top_k=5, min_p=0.1), 100), (Params(2.0, top_p=0.7), 80)],
+    [(Params(), 120), (Params(0.7, top_k=5, min_p=0.1), 60), (Params(2.0, top_p=0.7), 60)],
     ids=str,
 )
 def test_draws_of_many_seeds_follow_the_distribution(params: Params, count: int) -> None:
@@ -268,7 +270,7 @@ def test_requests_of_a_step_have_their_own_parameters() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-3, 1.0, 1e38])
 def test_impossible_tokens_are_never_drawn(temperature: float) -> None:
-    logits = np.array([[-np.inf, 0.0, -np.inf, -3.0, -np.inf]] * 24, np.float32)
+    logits = np.array([[-np.inf, 0.0, -np.inf, -3.0, -np.inf]] * 8, np.float32)
     tokens = set(run_sample(logits, Params(temperature), columns=8).tolist())
     assert tokens <= ({1} if temperature < 1 else {1, 3})
     whole = replace(Params(temperature), top_k=4, top_p=0.999)

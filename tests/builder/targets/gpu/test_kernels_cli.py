@@ -4,14 +4,11 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton isn't installed")
 
 LIST_NAMES = """
 import json
@@ -38,7 +35,6 @@ def registered_names(run_python: RunPython) -> list[str]:
     return list(dict.fromkeys(json.loads(done.stdout)))
 
 
-@needs_triton
 def test_kernels_lists_what_each_kernel_uses_and_writes_it(
     run_python: RunPython, registered_names: list[str], tmp_path: Path
 ) -> None:
@@ -57,7 +53,6 @@ def test_kernels_lists_what_each_kernel_uses_and_writes_it(
     assert all(entry["null_pointers"] == 2 for entry in index["kernels"])
 
 
-@needs_triton
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -96,7 +91,6 @@ def test_option_that_cant_be_read_is_told(
     assert "Traceback" not in done.stderr
 
 
-@needs_triton
 def test_interpreter_is_refused(run_python: RunPython, tmp_path: Path) -> None:
     environment = {"TRITON_INTERPRET": "1", "LLMBUILD_CACHE": str(tmp_path)}
     done = run_python("-m", "llmbuild", "kernels", **environment)
@@ -120,7 +114,6 @@ def test_builder_needs_no_triton(run_python: RunPython) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@needs_triton
 def test_table_of_the_docs_lists_exactly_the_registered_kernels(
     checkout: Path, registered_names: list[str]
 ) -> None:
