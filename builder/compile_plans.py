@@ -53,7 +53,10 @@ def compile_plans(
         for kind, count in manifest.quantised_kinds.items():
             stages.progress.note(f"quantised: {count} tensors to {kind}")
         limits = plan_limits(resolved)
-        verify_plans(writer.root, manifest, prepared, graphs, resolved, limits, stages)
+        verify_plans(
+            *(writer.root, manifest, prepared, graphs, activations_of(resolved)),
+            *(resolved.verify.tolerance, limits, stages),
+        )
         ranks = [_build_rank(graph, resolved, limits, writer.root, stages) for graph in graphs]
         with stages.stage("publish"):
             writer.publish(msgspec.structs.replace(manifest, ranks=ranks))
@@ -71,7 +74,8 @@ def plan_limits(resolved: ResolvedRecipe) -> Limits:
     )
 
 
-def _activations(resolved: ResolvedRecipe) -> ActivationDtype:
+def activations_of(resolved: ResolvedRecipe) -> ActivationDtype:
+    """The dtype of a network's activations."""
     assert resolved.precision != "fp32", "the recipe would be refused"
     return resolved.precision
 
@@ -86,7 +90,7 @@ def _build_rank(
     what = f"rank {shard.rank}: " if shard.parallel.tp * shard.parallel.pp > 1 else ""
     with stages.stage(f"{what}build plan"):
         built = build_plan(
-            *(graph.step, graph.config, limits, _activations(resolved), graph.read),
+            *(graph.step, graph.config, limits, activations_of(resolved), graph.read),
             capabilities,
         )
         (root / path).parent.mkdir()

@@ -1,42 +1,27 @@
 """The build's check of plans, which nothing here can run: the networks that they are built of, run
 on the CPU, against the torch reference."""
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.builder.graph.step_graph import NEXT_HIDDEN, OUTPUT
 from llmbuild.builder.prepare import Prepared
-from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.stages import Stages
-from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated, emulate
-from llmbuild.builder.targets.tensorrt.limits import (
-    HIDDEN,
-    Limits,
-    cache_name,
-    updated_name,
-)
+from llmbuild.builder.targets.tensorrt.emulation.ranks import EmulatedRanks
+from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
 from llmbuild.builder.verify import make_batches, run_reference, stored_steps
 from llmbuild.errors import InternalError
 from llmbuild.runtime.batch import ARRAYS, StepBatch
-from llmbuild.runtime.executors.linear_kv import Execution, LinearSlots
+from llmbuild.runtime.executors.linear_kv import LinearSlots
 from llmbuild.runtime.manifest import KVLayer, KVLayout, Manifest
 from llmbuild.runtime.replay import STEPS_FILE, relative_difference, save_steps
 
 _BLOCK_SIZE = 16  # of the reference's KV cache
-_CACHE_DTYPES = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-
-Caches = dict[str, NDArray[Any]]
 
 
 def verify_plans(
@@ -44,14 +29,15 @@ def verify_plans(
     manifest: Manifest,
     prepared: Prepared,
     graphs: Sequence[RankGraph],
-    resolved: ResolvedRecipe,
+    activations: ActivationDtype,
+    tolerance: float,
     limits: Limits,
     stages: Stages,
 ) -> float:
     """The largest relative difference of the logits of the ranks' emulated networks. Leaves the
     steps below `root`, for `llmbuild verify` where there is a GPU.
 
-    Raises InternalError when it is larger than the recipe's tolerance.
+    Raises InternalError when it is larger than `tolerance`.
     """
     paged = _paged(manifest.kv)
     batches, num_blocks = make_batches(
@@ -59,14 +45,9 @@ def verify_plans(
     )
     expected = run_reference(prepared.step, prepared.read, batches, paged, num_blocks, stages)
     batches, num_slots = with_slots(batches)
-    tolerance = resolved.verify.tolerance
     save_steps(stored_steps(batches, expected, num_slots + 1, tolerance), root / STEPS_FILE)
-    longest = max(int(batch.kv_lengths.max()) for batch in batches)
-    limits = replace(limits, capacity=longest, chunk=min(limits.chunk, longest))
     with stages.stage("emulate"):
-        ranks = EmulatedRanks(graphs, limits, resolved.precision, num_slots)
-        slots = LinearSlots(num_slots, longest, manifest.buckets)
-        got = [ranks.step(batch, slots.executions(batch)) for batch in batches]
+        got = emulate_steps(graphs, limits, activations, batches, num_slots, manifest.buckets)
     worst = max(map(relative_difference, got, expected))
     stages.progress.note(f"emulated network: logits differ by {worst:.1e} of the largest")
     if not worst <= tolerance:
@@ -75,6 +56,23 @@ def verify_plans(
             f"largest, and verify.tolerance is {tolerance:.2e}; nothing was published"
         )
     return worst
+
+
+def emulate_steps(
+    graphs: Sequence[RankGraph],
+    limits: Limits,
+    activations: ActivationDtype,
+    batches: Sequence[StepBatch],
+    num_slots: int,
+    buckets: Sequence[int],
+) -> list[NDArray[np.float32]]:
+    """The logits of each step, of the networks that the ranks' plans are built of; but their KV
+    caches are no longer than the steps need."""
+    longest = max(int(batch.kv_lengths.max()) for batch in batches)
+    limits = replace(limits, capacity=longest, chunk=min(limits.chunk, longest))
+    ranks = EmulatedRanks(graphs, limits, activations, num_slots)
+    slots = LinearSlots(num_slots, longest, buckets)
+    return [ranks.step(batch, slots.executions(batch)) for batch in batches]
 
 
 def with_slots(batches: Sequence[StepBatch]) -> tuple[list[StepBatch], int]:
@@ -96,85 +94,3 @@ def _paged(kv: KVLayout) -> KVLayout:
     layers = [KVLayer.of_heads(dtypes) for _ in kv.layers]
     block_size = min(_BLOCK_SIZE, kv.block_size)
     return msgspec.structs.replace(kv, block_size=block_size, layers=layers)
-
-
-class EmulatedRanks:
-    """The networks of all ranks, with their KV caches; ranks of a stage run in threads that meet
-    where they add up."""
-
-    def __init__(
-        self, graphs: Sequence[RankGraph], limits: Limits, activations: Any, num_slots: int
-    ) -> None:
-        parallel = graphs[0].shard.parallel
-        self._ranks: list[Emulated] = []
-        self._caches: list[Caches] = []
-        self._stages = [range(s * parallel.tp, (s + 1) * parallel.tp) for s in range(parallel.pp)]
-        sums = [_Sum(parallel.tp) for _ in self._stages]
-        for graph in graphs:
-            total = sums[graph.shard.stage].total
-            arguments = (graph.step, graph.config, limits, activations, graph.read)
-            self._ranks.append(emulate(*arguments, total))
-            shape = (num_slots, graph.config.num_kv_heads, limits.capacity, graph.config.head_dim)
-            self._caches.append(
-                {
-                    cache_name(layer, kind): np.zeros(shape, _CACHE_DTYPES[activations])
-                    for layer in range(graph.config.num_layers)
-                    for kind in "kv"
-                }
-            )
-
-    def step(self, batch: StepBatch, executions: Sequence[Execution]) -> NDArray[np.float32]:
-        """Logits of a step, [R, vocab]."""
-        vocab_size = 0
-        parts: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
-        for execution in executions:
-            logits = self._execute(execution)
-            vocab_size = logits.shape[1]
-            parts.append((execution.results, logits[: len(execution.results)]))
-        result = np.zeros((batch.num_logit_rows, vocab_size), np.float32)
-        for rows, logits in parts:
-            result[rows] = logits
-        return result
-
-    def _execute(self, execution: Execution) -> NDArray[np.float32]:
-        hidden: NDArray[Any] | None = None
-        for ranks in self._stages:
-            with ThreadPoolExecutor(len(ranks)) as pool:
-                outputs = list(pool.map(self._run, ranks, repeat(execution), repeat(hidden)))
-            if OUTPUT in outputs[0]:
-                return np.concatenate([each[OUTPUT] for each in outputs], axis=1)
-            hidden = outputs[0][NEXT_HIDDEN]
-        raise AssertionError("no stage makes logits")
-
-    def _run(self, rank: int, execution: Execution, hidden: NDArray[Any] | None) -> Caches:
-        first, end = execution.first_slot, execution.first_slot + execution.num_slots
-        caches = self._caches[rank]
-        feeds: Caches = {name: cache[first:end] for name, cache in caches.items()}
-        for name in self._ranks[rank].network.inputs:
-            if name in execution.inputs:
-                feeds[name] = execution.inputs[name]
-        if hidden is not None:
-            feeds[HIDDEN] = hidden
-        outputs = self._ranks[rank].run(feeds)
-        for layer in range(len(caches) // 2):
-            for kind in "kv":
-                caches[cache_name(layer, kind)][first:end] = outputs[updated_name(layer, kind)]
-        return outputs
-
-
-class _Sum:
-    """What the ranks of a stage have together, of a value that each has a part of."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
-        self._parts: list[Any] = []
-        self._lock = threading.Lock()
-
-    def total(self, part: Any) -> Any:
-        with self._lock:
-            self._parts.append(part)
-        if self._barrier.wait() == 0:  # one of the ranks adds up
-            self._sum = sum(self._parts[1:], self._parts[0])
-            self._parts = []
-        self._barrier.wait()
-        return self._sum

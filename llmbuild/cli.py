@@ -20,7 +20,7 @@ _HOMES = {  # of each command, which is imported when it's asked for
     "kernels": "llmbuild.builder.targets.gpu.kernels_cli:kernels_command",
     "models": "llmbuild.builder.models.models_cli:models_command",
     "plan": "llmbuild.builder.planning.cli:plan_command",
-    "verify": "llmbuild.runtime.verify_cli:verify_command",
+    "verify": "llmbuild.verify_cli:verify_command",
 }
 
 

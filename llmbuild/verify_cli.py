@@ -4,23 +4,46 @@ from pathlib import Path
 
 import click
 
-from llmbuild.errors import EngineError
+from llmbuild.errors import EngineError, UserError
 
 
 @click.command("verify")
 @click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
-def verify_command(engine_dir: Path) -> None:
+@click.option(
+    "--emulate",
+    is_flag=True,
+    help="For an engine of tensorrt-rtx, without a GPU: run on the CPU the networks that its plans "
+    "were built of. They are made again from the engine's recipe, whose model has to be there; a "
+    "relative path is looked up from the current folder.",
+)
+def verify_command(engine_dir: Path, emulate: bool) -> None:
     """Check an engine's files and results on this machine.
 
     Every file of the engine DIR is checked, then its verification steps are replayed.
     """
-    from llmbuild.runtime.engine import open_engine
+    from llmbuild.runtime.engine import check_files, check_plans, open_engine
+    from llmbuild.runtime.manifest import read_manifest
     from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
+    from llmbuild.runtime.target import CpuTarget
 
-    engine = open_engine(engine_dir)
-    click.echo(f"{len(engine.manifest.files)} files are as published; runs as {engine.variant}")
-    steps = load_steps(engine_dir / STEPS_FILE)
-    logits = replay(engine, steps)
+    if emulate:
+        manifest = read_manifest(engine_dir)
+        if isinstance(manifest.target, CpuTarget):
+            raise UserError("--emulate is for engines that need a GPU, and this one is for cpu")
+        check_files(engine_dir, manifest)
+        check_plans(engine_dir, manifest)
+        click.echo(f"{len(manifest.files)} files are as published; emulated, not run on a GPU")
+        from llmbuild.builder.emulate_engine import emulate_engine
+        from llmbuild.builder.sources.progress import stderr_progress
+
+        steps = load_steps(engine_dir / STEPS_FILE)
+        logits = emulate_engine(engine_dir, steps, Path.cwd(), stderr_progress())
+    else:
+        engine = open_engine(engine_dir)
+        count = len(engine.manifest.files)
+        click.echo(f"{count} files are as published; runs as {engine.variant}")
+        steps = load_steps(engine_dir / STEPS_FILE)
+        logits = replay(engine, steps)
     worst = 0.0
     for batch, got, want in zip(steps.batches, logits, steps.logits, strict=True):
         difference = relative_difference(got[:, steps.columns], want)

@@ -18,6 +18,7 @@ from llmbuild.runtime.engine import open_engine
 from llmbuild.runtime.inspect_cli import inspect
 from llmbuild.runtime.manifest import read_manifest
 from llmbuild.runtime.plan_header import read_plan_header
+from llmbuild.verify_cli import verify_command
 
 VERSION = compile_plans.installed_tensorrt_rtx().__version__
 TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(99))
@@ -147,6 +148,23 @@ def test_what_native_layers_lack_is_refused_by_name(recipe: Path) -> None:
     with pytest.raises(BuildError, match="choose a symmetric grid"):
         compile(recipe, out, ["quantisation={scheme: w8a16, symmetric: false}"])
     assert not out.exists()
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.tp=3",)], ids=["alone", "tp=3"])
+def test_verify_emulates_an_engine(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    root = compiled(*overrides)
+    monkeypatch.chdir(root.parent)
+    done = CliRunner().invoke(verify_command, [str(root), "--emulate"])
+    assert done.exit_code == 0, done.output
+    assert "emulated, not run on a GPU" in done.output
+    assert "verified: at most" in done.output
+
+
+def test_emulation_is_not_for_the_cpu(tiny_engine: Path) -> None:
+    done = CliRunner().invoke(verify_command, [str(tiny_engine), "--emulate"])
+    assert "this one is for cpu" in str(done.exception)
 
 
 # Loading, on a machine whose GPU and installation are pretended.

@@ -14,7 +14,6 @@ from llmbuild.builder.targets.tensorrt.lowering import Lowering, Tensor, optiona
 from llmbuild.builder.targets.tensorrt.norms import normalised
 
 
-
 def rope_table(lowering: Lowering, node: ir.Node) -> None:
     """Cosines and sines of every position that a cache has room for: a table that is made here is
     more exact than what a GPU makes of a large angle."""

@@ -1,0 +1,41 @@
+"""Run an engine of TensorRT for RTX without a GPU: the networks that its plans were built of, made
+again from its recipe, on the steps that it carries."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmbuild.builder.assemble import make_graphs
+from llmbuild.builder.compile_plans import activations_of, plan_limits
+from llmbuild.builder.open_model import open_model
+from llmbuild.builder.prepare import prepare
+from llmbuild.builder.recipe.recipe import load_recipe
+from llmbuild.builder.sources.progress import Progress
+from llmbuild.builder.stages import Stages
+from llmbuild.builder.verify_plans import emulate_steps
+from llmbuild.runtime.replay import VerificationSteps
+
+
+def emulate_engine(
+    root: Path, steps: VerificationSteps, base_dir: Path, progress: Progress
+) -> list[NDArray[np.float32]]:
+    """The logits [R, vocab] of each step. base_dir: where a model lies that the recipe names by a
+    relative path. Raises UserError where the model can't be had."""
+    recipe = load_recipe(root / "recipe.yaml")
+    stages = Stages(progress)
+    model = open_model(recipe, base_dir, stages)
+    resolved = recipe.resolve(model.config.max_position)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepared = prepare(model, resolved, base_dir, folder, stages)
+        graphs = make_graphs(
+            *(model.config, resolved, prepared.step, prepared.plan, prepared.kv, prepared.read),
+            *(prepared.kv_scales, folder, stages),
+        )
+    with stages.stage("emulate"):
+        return emulate_steps(
+            *(graphs, plan_limits(resolved), activations_of(resolved), steps.batches),
+            *(steps.num_blocks - 1, resolved.buckets),
+        )
