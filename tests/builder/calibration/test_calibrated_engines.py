@@ -27,6 +27,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "smoothquant, dynamic": {"scheme": "w8a8", "method": "smoothquant"},
 }
 
+QUICK = ("gptq", "smoothquant, static")
+
 
 @pytest.fixture
 def save_recipe(
@@ -50,7 +52,13 @@ def weights_sha256(engine: Path) -> str:
     return hashlib.sha256((engine / "rank0" / "weights.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("quantisation", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        pytest.param(scheme, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, scheme in SCHEMES.items()
+    ],
+)
 def test_a_calibrated_engine_is_verified_and_comes_out_the_same_again(
     save_recipe: Callable[..., Path],
     tmp_path: Path,
@@ -69,6 +77,7 @@ def test_a_calibrated_engine_is_verified_and_comes_out_the_same_again(
         assert weights_sha256(first) == weights_sha256(second)
 
 
+@pytest.mark.slow
 def test_another_seed_calibrates_with_other_samples(
     save_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from kernel_harness import LEVELS, KernelCompiler, Library
+from kernel_harness import EACH_LEVEL, LEVELS, KernelCompiler, Library
 from numpy.typing import NDArray
 from rank_processes import NEEDED_BYTES, WAYS, Body, Ranks, shared
 
@@ -73,7 +73,7 @@ extern "C" int receive_byte(const RanksConfig* config, int from) {
 )
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=EACH_LEVEL)
 def every_library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

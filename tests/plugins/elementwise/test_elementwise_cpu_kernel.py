@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_harness import LEVELS, KernelCompiler, Library, bits
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
 
 WIDTHS = [1, 7, 16, 17, 33, 576]
 PAD = 3
@@ -31,7 +31,7 @@ extern "C" void tanh_in_place_{n}(int threads, float* y, int rows) {{
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

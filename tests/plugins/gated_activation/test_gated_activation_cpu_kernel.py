@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from int8_rows import encode, quantise, quantise_static
-from kernel_harness import LEVELS, KernelCompiler, Library, bits
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
 
 WIDTHS = [1, 7, 17, 33, 576]
 OTHERS = ["Gelu", "GeluTanh", "Relu", "Relu2", "Sigmoid", "Tanh"]  # than Silu, at one width
@@ -55,7 +55,7 @@ extern "C" void static_{n}_{a}(int threads, const float* both, uint8_t* y, int r
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_harness import LEVELS, KernelCompiler, Library, bits
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
 
 from llmbuild.builder.targets.cpu.pack_quantised import pack_quantised
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
@@ -34,7 +34,7 @@ extern "C" void gather_{i}(int threads, const uint8_t* table, int first, int cou
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

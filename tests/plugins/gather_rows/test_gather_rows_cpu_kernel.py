@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_harness import DTYPES, LEVELS, KernelCompiler, Library, bits
+from kernel_harness import DTYPES, EACH_LEVEL, KernelCompiler, Library, bits
 
 WIDTHS = [1, 7, 17, 33, 576]
 
@@ -26,7 +26,7 @@ extern "C" void gather_tiled_{weight}_{n}(int threads, const {weight}* table, in
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_harness import LEVELS, KernelCompiler, Library, bits
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
 
 WIDTHS = [2, 7, 16, 17, 33, 576]
 PAD = 3
@@ -20,7 +20,7 @@ extern "C" void layer_norm_{n}(int threads, const float* x, const float* weight,
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

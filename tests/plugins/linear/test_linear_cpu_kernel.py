@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_harness import DTYPES, LEVELS, KernelCompiler, Library, bits
+from kernel_harness import DTYPES, EACH_LEVEL, KernelCompiler, Library, bits
 
 # (N, K); 2049 and 4100 cross the kernel's K blocks.
 SHAPES = [(1, 1), (7, 33), (17, 7), (33, 17), (576, 33), (65, 576), (17, 2049), (49, 4100)]
@@ -21,7 +21,7 @@ extern "C" void linear_{weight}_{n}_{k}(int threads, const float* x, const {weig
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_harness import DTYPES, LEVELS, KernelCompiler, Library, bits
+from kernel_harness import DTYPES, EACH_LEVEL, KernelCompiler, Library, bits
 
 # (E, TOP_K): nth_element and sort, except (64, 1) and (128, 2), which torch sorts partially.
 ROUTES = [(1, 1), (4, 2), (7, 3), (8, 8), (60, 4), (64, 1), (64, 8), (128, 2), (33, 17)]
@@ -59,7 +59,7 @@ extern "C" void experts_{weight}_{n}_{k}(int threads, const float* x, const {wei
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

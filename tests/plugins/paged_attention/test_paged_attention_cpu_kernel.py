@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_harness import LEVELS, KernelCompiler, Library, Step, bits, make_step
+from kernel_harness import EACH_LEVEL, LEVELS, KernelCompiler, Library, Step, bits, make_step
 from kv_slabs import BF16, KV_DTYPES, MIXED, UNIFORM, Pool
 
 # (H, HKV, D, BS): groups of 1, 2, 3, 4 and 5; blocks that 16 divides, that divide 16, and neither.
@@ -80,12 +80,12 @@ extern "C" void attend_{kv}_{kv}_{d}{"_capped" * cap}{"_sinks" * sink}(
 )
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=EACH_LEVEL)
 def variants(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(VARIANTS_SOURCE, request.param)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from int8_rows import encode, quantise, quantise_static
-from kernel_harness import LEVELS, KernelCompiler, Library, bits
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
 
 # (N, GROUP)
 SHAPES = [(1, 1), (7, 7), (17, 17), (33, 33), (576, 576), (60, 20), (12, 6), (256, 64), (14, 2)]
@@ -67,7 +67,7 @@ extern "C" void add_static_{n}_{a}(int threads, const float* x, const float* res
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from kernel_harness import LEVELS, KernelCompiler, Library, Step, bits, make_step
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, Step, bits, make_step
 from kv_slabs import KV_DTYPES, MIXED, UNIFORM, Pool, keep
 
 # (H, HKV, D, BS, QK-norm, rotated part of D): groups of 1, 2, 3, 4 and all heads.
@@ -37,7 +37,7 @@ extern "C" void write_{k}_{v}_{d}(int id, int count, Step* step, const float* qk
 SEQUENCES = [(0, 5), (37, 1), (3, 13), (100, 2), (0, 1)]
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

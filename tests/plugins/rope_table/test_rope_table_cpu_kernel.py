@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_harness import LEVELS, KernelCompiler, Library, Step, bits, make_step
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library, Step, bits, make_step
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -37,7 +37,7 @@ extern "C" void dynamic_{half}(int threads, const Step* step, float theta, float
 )
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from kernel_harness import LEVELS, KernelCompiler, Library
+from kernel_harness import EACH_LEVEL, KernelCompiler, Library
 
 WIDTHS = (1, 2, 15, 16, 17, 1009, 1024, 1025, 3072, 5003)
 
@@ -23,7 +23,7 @@ void likeliest(int threads, const float* logits, int32_t* tokens, int rows) {
 )
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=EACH_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

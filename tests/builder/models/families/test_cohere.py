@@ -60,6 +60,7 @@ def test_cohere_decoder_equals_transformers(
     assert_decoder_matches(hf_model("cohere", **(LONG | VARIANTS[variant])))
 
 
+@pytest.mark.slow
 def test_cohere_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

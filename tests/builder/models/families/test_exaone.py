@@ -82,6 +82,7 @@ def test_the_published_spellings_make_the_same_model(
     assert_decoder_matches(saved)
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

@@ -62,6 +62,7 @@ def test_granite_decoder_equals_transformers(
     assert_decoder_matches(hf_model("granite", **(SCALED | VARIANTS[variant])))
 
 
+@pytest.mark.slow
 def test_granite_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

@@ -107,6 +107,7 @@ def test_decoder_equals_a_llama_of_the_same_weights(
     assert_decoder_matches(_as_internlm2(llama))
 
 
+@pytest.mark.slow
 def test_engine_equals_a_llama_of_the_same_weights(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

@@ -84,6 +84,7 @@ def test_decoder_equals_transformers(
     assert_decoder_matches(hf_model("olmo3", **SIZES | overrides))
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers_with_scaling_in_full_layers_alone(
     hf_model: Callable[..., Any], assert_engine_matches: Check
 ) -> None:
