@@ -29,8 +29,25 @@ VARIANTS = [
 
 Shape = tuple[int, int, int, int]
 Kinds = tuple[str, str]  # of K's items and V's
-CASES: list[tuple[Shape, Kinds]] = [(shape, kinds) for kinds in UNIFORM for shape in SHAPES]
-CASES += [(SHAPES[1 + index % 5], kinds) for index, kinds in enumerate(MIXED)]
+# Every shape in fp32; of other dtypes the third and some, and of mixtures those with fp32 and one
+# that engines have: a compiler takes a second for each.
+CASES: list[tuple[Shape, Kinds]] = [
+    (shape, kinds)
+    for index, kinds in enumerate(UNIFORM)
+    for number, shape in enumerate(SHAPES)
+    if index == 0 or number in (2, index + 1) or number % 3 == index % 3
+]
+CASES += [
+    (SHAPES[1 + index % 5], kinds)
+    for index, kinds in enumerate(MIXED)
+    if "float" in kinds or kinds == ("int8_t", "int4x2")
+]
+VARIANT_CASES = [
+    (variant, kv)
+    for index, kv in enumerate(KV_DTYPES)
+    for number, variant in enumerate(VARIANTS)
+    if index == 0 or number == index % 3
+]
 
 
 def windowed(*windows: int, shapes: list[Shape] = SHAPES) -> list[tuple[Shape, Kinds, int]]:
@@ -75,8 +92,7 @@ extern "C" void attend_{kv}_{kv}_{d}{"_capped" * cap}{"_sinks" * sink}(
   }});
 }}
 """
-    for kv in KV_DTYPES
-    for (h, hkv, d, bs), cap, sink in VARIANTS
+    for ((h, hkv, d, bs), cap, sink), kv in VARIANT_CASES
 )
 
 
@@ -392,9 +408,8 @@ def variant_case(variant: tuple[Shape, bool, bool], kv: str, window: int) -> Cas
     return Case(shape, (kv, kv), sequences, window, 0, 2.0 if capped else None, sinks)
 
 
-@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("window", [0, 17])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "kv"), VARIANT_CASES)
 def test_soft_cap_and_sinks_are_within_the_rounding_bound_of_float64(
     variants: Library, variant: tuple[Shape, bool, bool], window: int, kv: str
 ) -> None:
@@ -402,8 +417,7 @@ def test_soft_cap_and_sinks_are_within_the_rounding_bound_of_float64(
     case.check_against_float64(case.run(variants))
 
 
-@pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "kv"), VARIANT_CASES)
 def test_soft_cap_and_sinks_have_the_same_bits_in_any_chunk_and_team(
     variants: Library, variant: tuple[Shape, bool, bool], kv: str
 ) -> None:
