@@ -12,7 +12,7 @@ from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.tensorrt.emulation.module import EmulatedTensorRT
 from llmbuild.builder.targets.tensorrt.emulation.network import EmulatedNetwork, Total
 from llmbuild.builder.targets.tensorrt.emulation.plugins import (
-    Instance,
+    instantiate,
     plugin_layer,
     require_interpreter,
 )
@@ -74,6 +74,6 @@ def emulate_paged(
         raise BuildError("Triton's interpreter can't round to bf16; emulate fp16 activations")
     from llmbuild.builder.targets.tensorrt.lower_paged import lower_paged
 
-    network = EmulatedNetwork(total, {"plugin": plugin_layer})
+    network = EmulatedNetwork(total, {"plugin_v3": plugin_layer})
     arguments = (step, config, limits, activations, read)
-    return Emulated(network, lower_paged(EmulatedTensorRT(), network, *arguments, Instance))
+    return Emulated(network, lower_paged(EmulatedTensorRT(), network, *arguments, instantiate))

@@ -2,7 +2,6 @@
 would launch them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,12 +29,9 @@ _KERNEL_TYPES = {
 _LEFT_BY_OTHERS = {torch.int8: 77, torch.int32: 77}  # what no kernel may count on in its outputs
 
 
-@dataclass(frozen=True)
-class Instance:
-    """A plugin with its inputs, as add_plugin takes it."""
-
-    plugin: Plugin
-    inputs: Sequence[Tensor]
+def instantiate(plugin: Plugin, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What an emulated network's add_plugin_v3 takes."""
+    return list(inputs), [], plugin
 
 
 def require_interpreter() -> None:
@@ -48,11 +44,11 @@ def require_interpreter() -> None:
         raise BuildError("plugins are emulated in a process with TRITON_INTERPRET=1 set")
 
 
-def plugin_layer(layer: Layer, instance: Instance, is_compiled_ahead: bool) -> Made:
+def plugin_layer(
+    layer: Layer, tensors: Sequence[Tensor], shape_tensors: Sequence[Tensor], plugin: Plugin
+) -> Made:
     """Computes with the first of the plugin's tactics."""
-    plugin, tensors = instance.plugin, instance.inputs
-    layer.inputs = dict(enumerate(tensors))
-    layer.require(is_compiled_ahead, "a plugin that isn't compiled ahead of time")
+    layer.require(not shape_tensors, "shape tensors")
     for (name, kind), tensor in zip(plugin.inputs.items(), tensors, strict=True):
         wanted = TENSOR_DTYPES[kind]
         layer.require(

@@ -65,6 +65,10 @@ class Model:
 def plan_of(
     grid: WeightGrid, scheme: str, matrices: list[str], tensors: dict[str, NDArray[np.generic]]
 ) -> QuantPlan:
+    if scheme == "w8a8-dynamic":
+        return QuantPlan(
+            weights=dict.fromkeys(matrices, grid), activation_groups=dict.fromkeys(matrices, 32)
+        )
     if scheme != "w8a8-static":
         return QuantPlan(dict.fromkeys(matrices, grid))
     return QuantPlan(

@@ -1,0 +1,86 @@
+"""Build a plan with our plugins, for the GPU at hand. Untried: no machine here has one."""
+
+from pathlib import Path
+from typing import Any
+
+from llmbuild.builder.graph.materialise import ReadTensor
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.targets.gpu.triton_compiler import require_triton
+from llmbuild.builder.targets.tensorrt.limits import ActivationDtype
+from llmbuild.builder.targets.tensorrt.log import CollectedLog
+from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
+from llmbuild.builder.targets.tensorrt.paged_profiles import paged_profiles
+from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
+from llmbuild.errors import BuildError
+
+_FIRST_MAJOR = 11  # 10.14 breaks such plugins, and the releases around it have not been looked at
+_INSTALL = "install TensorRT 11 or newer: pip install 'llmbuild[tensorrt]'"
+
+
+def build_paged_plan(
+    step: StepGraph,
+    config: DecoderConfig,
+    limits: PagedLimits,
+    activations: ActivationDtype,
+    read: ReadTensor,
+    timing_cache: Path | None = None,
+) -> bytes:
+    """The plan of a step graph that went through the passes, for one compute capability: that of
+    `limits`, which the GPU at hand must have.
+
+    config: that of the graph's shard. timing_cache: a file that keeps what TensorRT timed, read if
+    it is there and written anew. Raises BuildError where TensorRT or Triton isn't installed, and
+    for what can't be built, with the layer or the kernel.
+    """
+    trt, trtp = installed_tensorrt()
+    require_triton()
+    from llmbuild.builder.targets.tensorrt.lower_paged import lower_paged
+
+    log = CollectedLog(trt)
+    builder = trt.Builder(log.logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    registry = PluginRegistry(trt, trtp, limits.sm)
+    arguments = (step, config, limits, activations, read)
+    try:
+        lowering = lower_paged(trt, network, *arguments, registry.instantiate)
+    except BuildError as error:
+        raise BuildError(f"{error}: {log.text()}" if log.errors else str(error)) from error
+    registry.compile(lowering.plugins.values())
+    settings = builder.create_builder_config()
+    _add_profiles(builder, settings, lowering.inputs, limits)
+    if timing_cache is not None:
+        _load(settings, timing_cache)
+    plan = builder.build_serialized_network(network, settings)
+    if plan is None:
+        raise BuildError(f"TensorRT can't build the plan: {log.text()}")
+    if timing_cache is not None:
+        timing_cache.write_bytes(bytes(settings.get_timing_cache().serialize()))
+    return bytes(plan)
+
+
+def installed_tensorrt() -> tuple[Any, Any]:
+    """tensorrt and tensorrt.plugin. Raises BuildError where they are missing or too old."""
+    try:
+        import tensorrt
+        import tensorrt.plugin
+    except ImportError as error:
+        raise BuildError(f"the tensorrt target needs TensorRT ({error}); {_INSTALL}") from error
+    version = str(tensorrt.__version__)
+    if int(version.partition(".")[0]) < _FIRST_MAJOR:
+        raise BuildError(f"the tensorrt target can't use TensorRT {version}; {_INSTALL}")
+    return tensorrt, tensorrt.plugin
+
+
+def _add_profiles(builder: Any, settings: Any, inputs: dict[str, Any], limits: PagedLimits) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+    for ranges in paged_profiles(shapes, limits):
+        profile = builder.create_optimization_profile()
+        for name, sizes in ranges.items():
+            profile.set_shape(name, sizes.least, sizes.best, sizes.most)
+        settings.add_optimization_profile(profile)
+
+
+def _load(settings: Any, timing_cache: Path) -> None:
+    content = timing_cache.read_bytes() if timing_cache.exists() else b""
+    settings.set_timing_cache(settings.create_timing_cache(content), ignore_mismatch=False)
