@@ -73,19 +73,19 @@ def assert_same_tokens(compiled: Compiled, kv_heads: int, tp: int, pp: int, *mor
     assert tokens(ranks) == tokens(compiled(kv_heads, *more))
 
 
-@pytest.mark.parametrize(("kv_heads", "tp", "pp"), [(3, 2, 1), (2, 3, 1), (1, 4, 1), (3, 1, 2)])
+@pytest.mark.parametrize(("kv_heads", "tp", "pp"), [(3, 2, 1), (2, 3, 1), (3, 1, 2)])
 def test_ranks_give_the_tokens_of_one(compiled: Compiled, kv_heads: int, tp: int, pp: int) -> None:
     assert_same_tokens(compiled, kv_heads, tp, pp)
 
 
 def test_quantised_ranks_give_the_tokens_of_one(compiled: Compiled) -> None:
-    assert_same_tokens(compiled, 2, 5, 2, *QUANTISED)
+    assert_same_tokens(compiled, 2, 3, 1, *QUANTISED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), QUANTISED], ids=["fp32", "int4 and int8 KV"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (3, 2), (5, 2)])
 def test_every_division_gives_the_tokens_of_one(
     compiled: Compiled, kv_heads: int, tp: int, pp: int, more: tuple[str, ...]
 ) -> None:

@@ -6,12 +6,11 @@ import dataclasses
 import inspect
 import sys
 from types import ModuleType
-from typing import get_args
 
 from llmbuild.builder.checkpoint.gguf_architectures import ARCHITECTURES
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import FAMILIES, Family
-from llmbuild.builder.recipe.target import Target
+from llmbuild.runtime.target import CPU, TENSORRT_RTX
 
 # Fields of the config record that are features, as a reader of the table knows them.
 FEATURES = {
@@ -36,14 +35,16 @@ FEATURES = {
     "rope_interleaved": "interleaved RoPE",
     "windows": "sliding windows",
 }
+# Features of the decoder. Windows are none of these: shorter sequences than a window don't need it.
+RTX_LACKS = {"attention_soft_cap", "moe"}
 _SHARED = "common"  # the module of what every family reads; its keywords are no one's feature
 _PACKAGE = "llmbuild.builder.models.families"
 
 
 def rows() -> list[tuple[str, str, str, str, str]]:
     """For each family: its name, what it covers, its features, the formats it is read from, the
-    targets it compiles for (every family is one decoder, so that is all that are built)."""
-    targets = ", ".join(get_args(Target.model_fields["kind"].annotation))
+    targets it compiles for. Every family is one decoder, so `cpu` has all; a feature in
+    RTX_LACKS may be one that only some of a family's models have, so the family is left out."""
     from_gguf = {kind.model_type for kinds in ARCHITECTURES.values() for kind in kinds}
     return [
         (
@@ -51,10 +52,14 @@ def rows() -> list[tuple[str, str, str, str, str]]:
             _covers(module_of(family)),
             ", ".join(FEATURES[field] for field in features(family)) or "-",
             "safetensors, GGUF" if family.name in from_gguf else "safetensors",
-            targets,
+            _targets(family),
         )
         for family in sorted(FAMILIES, key=lambda family: family.name)
     ]
+
+
+def _targets(family: Family) -> str:
+    return CPU if RTX_LACKS & {*features(family)} else f"{CPU}, {TENSORRT_RTX}"
 
 
 def features(family: Family) -> list[str]:
