@@ -2,6 +2,8 @@
 emulated run, as no GPU is needed here."""
 
 import os
+from collections.abc import Sequence
+from math import gcd
 from pathlib import Path
 
 import msgspec
@@ -19,8 +21,11 @@ from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.tensorrt.build import build_plan, installed_tensorrt_rtx
 from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
 from llmbuild.builder.verify_plans import verify_plans
+from llmbuild.errors import RecipeError
 from llmbuild.runtime.manifest import Rank
-from llmbuild.runtime.target import RtxTarget
+from llmbuild.runtime.target import ALIGNMENT_BYTES, RtxTarget
+
+_ACTIVATION_BYTES = 2  # fp16 or bf16
 
 
 def compile_plans(
@@ -53,6 +58,7 @@ def compile_plans(
         for kind, count in manifest.quantised_kinds.items():
             stages.progress.note(f"quantised: {count} tensors to {kind}")
         limits = plan_limits(resolved)
+        _check_slots(graphs, limits)
         verify_plans(
             *(writer.root, manifest, prepared, graphs, activations_of(resolved)),
             *(resolved.verify.tolerance, limits, stages),
@@ -72,6 +78,19 @@ def plan_limits(resolved: ResolvedRecipe) -> Limits:
         chunk=min(limits.max_step_tokens, limits.max_sequence_length),
         capacity=limits.max_sequence_length,
     )
+
+
+def _check_slots(graphs: Sequence[RankGraph], limits: Limits) -> None:
+    """Raises RecipeError where slots of a cache wouldn't begin where a plan may be bound."""
+    for graph in graphs:
+        position_bytes = graph.config.num_kv_heads * graph.config.head_dim * _ACTIVATION_BYTES
+        step = ALIGNMENT_BYTES // gcd(ALIGNMENT_BYTES, position_bytes)
+        if limits.capacity % step:
+            raise RecipeError(
+                f"limits.max_sequence_length: {limits.capacity} was chosen; on tensorrt-rtx it has "
+                f"to be a multiple of {step} for this model, so that each sequence's keys begin at "
+                f"a multiple of {ALIGNMENT_BYTES} bytes"
+            )
 
 
 def activations_of(resolved: ResolvedRecipe) -> ActivationDtype:

@@ -14,7 +14,7 @@ from llmbuild.runtime.executors.open import RANK_TIMEOUT_S, check_rank_timeout, 
 from llmbuild.runtime.interrupts import deferred_interrupts
 from llmbuild.runtime.kv.manager import KVManager
 from llmbuild.runtime.kv.pool import BlockPool
-from llmbuild.runtime.kv.sizing import choose_num_blocks
+from llmbuild.runtime.kv.sizing import choose_num_blocks, kv_bytes
 from llmbuild.runtime.lock import FairLock
 from llmbuild.runtime.loop import Loop, Request, StreamChunk
 from llmbuild.runtime.params import SamplingParams
@@ -70,7 +70,7 @@ class LLM:
 
         kv_memory (bytes, or text such as "512MiB") or num_blocks (the scratch block counted)
         states the KV memory; by default it is enough for max_sequences of full length, within
-        256 MiB. num_threads: by default the processors that this process may use.
+        256 MiB (4 GiB on a GPU). num_threads: by default the processors that this process may use.
         pin_threads: whether each keeps to a processor of its own while it computes; by default
         if they are as many as the processors. chunk_tokens: most tokens of one sequence in a
         step; by default the engine's limit.
@@ -112,7 +112,7 @@ class LLM:
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV memory that all ranks hold, the scratch block included."""
-        return self.num_blocks * self.manifest.kv_block_bytes
+        return kv_bytes(self.manifest, self.num_blocks)
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...

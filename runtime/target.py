@@ -8,6 +8,8 @@ from llmbuild.runtime.record import Record
 
 TARGET_KINDS = CPU, TENSORRT_RTX = "cpu", "tensorrt-rtx"
 
+ALIGNMENT_BYTES = 256  # of every address that a plan is given
+
 Capability = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]?\.[0-9]$")]
 
 

@@ -167,6 +167,16 @@ def test_emulation_is_not_for_the_cpu(tiny_engine: Path) -> None:
     assert "this one is for cpu" in str(done.exception)
 
 
+def test_slots_that_would_not_be_aligned_are_refused(
+    tmp_path: Path, save_tiny_llama: Callable[..., Path]
+) -> None:
+    """A position of one head of 14 takes 28 bytes, so 64 of them end at a multiple of 256."""
+    path = save_tiny_llama(tmp_path, num_key_value_heads=1)
+    overrides = ["target=tensorrt-rtx", "precision=fp16", "kv_cache={}"]
+    with pytest.raises(RecipeError, match="has to be a multiple of 64"):
+        compile(path, tmp_path / "engine", [*overrides, "limits.max_sequence_length=63"])
+
+
 # Loading, on a machine whose GPU and installation are pretended.
 
 

@@ -44,6 +44,7 @@ DEFAULT_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
 DEFAULT_INT4_KV_TOLERANCE = 2e-1
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
+DEFAULT_RTX_INT8_TOLERANCE = 2e-1  # and with one scale for all columns a code is a larger step
 
 MAX_BUCKET = 64
 
@@ -306,7 +307,8 @@ class Recipe(Section):
         if self.kv_cache.bits < 8:
             return DEFAULT_INT4_KV_TOLERANCE
         if self.quantisation.int8_activations:
-            return DEFAULT_INT8_TOLERANCE
+            is_cpu = self.target.kind == CPU
+            return DEFAULT_INT8_TOLERANCE if is_cpu else DEFAULT_RTX_INT8_TOLERANCE
         if self.kv_cache.bits == 8:
             return DEFAULT_INT8_KV_TOLERANCE
         return DEFAULT_TOLERANCE[self.precision]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.executors import Executor
+from llmbuild.runtime.target import RtxTarget
 from llmbuild.runtime.threads import choose_num_threads, choose_pinning
 
 if TYPE_CHECKING:  # what opens an executor is imported when it is known which one
@@ -26,7 +27,8 @@ def open_executor(
     """The executor of an engine whose files are verified.
 
     num_blocks: of every layer's pools, the scratch block included. num_threads: of each rank, by
-    default the processors that it may use; pin_threads: whether each keeps to one of them.
+    default the processors that it may use; pin_threads: whether each keeps to one of them (on a
+    GPU neither means anything).
     rank_timeout_s: how long a rank may keep the others waiting before it is given up.
 
     Raises EngineError when a rank can't be opened, and UserError for a bad option. In a process
@@ -34,6 +36,11 @@ def open_executor(
     then raises SystemExit.
     """
     check_rank_timeout(rank_timeout_s)
+    if isinstance(engine.manifest.target, RtxTarget):
+        from llmbuild.runtime.executors.rtx import RtxExecutor
+
+        return RtxExecutor(engine, num_blocks)
+
     if len(engine.manifest.ranks) == 1:
         from llmbuild.runtime.executors.cpu import CpuExecutor
 

@@ -4,8 +4,12 @@ import re
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.target import RtxTarget
 
-DEFAULT_KV_BYTES = 256 * 2**20  # cap of the default, so that no machine is filled unasked
+# Caps of the default, so that no machine is filled unasked. On a GPU blocks hold whole sequences,
+# and the memory is there for them.
+DEFAULT_KV_BYTES = 256 * 2**20
+DEFAULT_GPU_KV_BYTES = 4 * 2**30
 MIN_BLOCKS = 2  # the scratch block and one for a sequence
 
 UNIT_BYTES = {
@@ -43,7 +47,7 @@ def choose_num_blocks(
     """Blocks of the pool, the scratch block included; raises UserError.
 
     By default as many as max_sequences sequences of full length need, within
-    DEFAULT_KV_BYTES, but always enough for one.
+    DEFAULT_KV_BYTES (DEFAULT_GPU_KV_BYTES), but always enough for one.
     """
     if kv_memory is not None and num_blocks is not None:
         raise UserError(
@@ -62,13 +66,28 @@ def choose_num_blocks(
         return num_blocks
     if kv_memory is not None:
         given_bytes = parse_bytes(kv_memory)
-        if given_bytes < MIN_BLOCKS * block_bytes:
+        num_blocks = given_bytes // block_bytes + _blocks_without_memory(manifest)
+        if num_blocks < MIN_BLOCKS:
+            least = MIN_BLOCKS - _blocks_without_memory(manifest)
             raise UserError(
                 f"kv_memory is {given_bytes} bytes; the least for this engine is "
-                f"{MIN_BLOCKS * block_bytes}: {MIN_BLOCKS} blocks of {block_bytes} bytes"
+                f"{least * block_bytes}: {least} blocks of {block_bytes} bytes"
             )
-        return given_bytes // block_bytes
+        return num_blocks
     limits = manifest.limits
     one_sequence = -(-limits.max_sequence_length // manifest.kv.block_size)
     wanted = limits.max_sequences * one_sequence + 1
-    return max(min(wanted, DEFAULT_KV_BYTES // block_bytes), one_sequence + 1)
+    is_on_gpu = isinstance(manifest.target, RtxTarget)
+    most_bytes = DEFAULT_GPU_KV_BYTES if is_on_gpu else DEFAULT_KV_BYTES
+    most = most_bytes // block_bytes + _blocks_without_memory(manifest)
+    return max(min(wanted, most), one_sequence + 1)
+
+
+def kv_bytes(manifest: Manifest, num_blocks: int) -> int:
+    """Bytes of KV memory that all ranks hold with so many blocks."""
+    return (num_blocks - _blocks_without_memory(manifest)) * manifest.kv_block_bytes
+
+
+def _blocks_without_memory(manifest: Manifest) -> int:
+    """A plan's padding is left out of what is run: the scratch block is no more than a number."""
+    return 1 if isinstance(manifest.target, RtxTarget) else 0

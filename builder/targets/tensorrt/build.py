@@ -50,6 +50,7 @@ def build_plan(
     except BuildError as error:
         raise BuildError(f"{error}: {log.text()}" if log.errors else str(error)) from error
     settings = builder.create_builder_config()
+    settings.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # CUDA graphs are captured of it
     settings.num_compute_capabilities = len(capabilities)
     for index, capability in enumerate(capabilities):
         settings.set_compute_capability(_named(trt, capability), index)

@@ -1,8 +1,15 @@
+import msgspec
 import pytest
 from manifests import whole_rank
 
 from llmbuild.errors import UserError
-from llmbuild.runtime.kv.sizing import DEFAULT_KV_BYTES, choose_num_blocks, parse_bytes
+from llmbuild.runtime.kv.sizing import (
+    DEFAULT_GPU_KV_BYTES,
+    DEFAULT_KV_BYTES,
+    choose_num_blocks,
+    kv_bytes,
+    parse_bytes,
+)
 from llmbuild.runtime.manifest import (
     SCHEMA_VERSION,
     File,
@@ -12,7 +19,7 @@ from llmbuild.runtime.manifest import (
     Manifest,
     Parallel,
 )
-from llmbuild.runtime.target import CpuTarget
+from llmbuild.runtime.target import CpuTarget, RtxTarget
 
 
 def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64, num_ranks=1):
@@ -113,3 +120,27 @@ def test_too_little_memory_is_refused_with_the_least(kv_memory):
 
 def test_least_memory_is_enough_for_the_least_pool():
     assert choose_num_blocks(manifest(), 2 * BLOCK_BYTES, None) == 2
+
+
+def gpu_manifest(**sizes):
+    """Of an engine whose blocks hold whole sequences."""
+    target = RtxTarget(version="1", capabilities=["8.9"])
+    return msgspec.structs.replace(manifest(block_size=100, **sizes), target=target)
+
+
+SEQUENCE_BYTES = gpu_manifest().kv_block_bytes
+
+
+def test_a_gpus_default_holds_all_sequences_and_has_its_own_cap():
+    assert choose_num_blocks(gpu_manifest(), None, None) == 3 + 1
+    many = choose_num_blocks(gpu_manifest(max_sequences=100_000), None, None)
+    assert many == DEFAULT_GPU_KV_BYTES // SEQUENCE_BYTES + 1
+    assert DEFAULT_KV_BYTES < kv_bytes(gpu_manifest(), many) <= DEFAULT_GPU_KV_BYTES
+
+
+def test_a_gpus_scratch_block_takes_no_memory():
+    assert kv_bytes(gpu_manifest(), 2) == SEQUENCE_BYTES
+    assert choose_num_blocks(gpu_manifest(), SEQUENCE_BYTES, None) == 2
+    assert kv_bytes(manifest(), 5) == 5 * BLOCK_BYTES
+    with pytest.raises(UserError, match=f"{SEQUENCE_BYTES}: 1 blocks of"):
+        choose_num_blocks(gpu_manifest(), SEQUENCE_BYTES - 1, None)
