@@ -20,7 +20,7 @@ SCHEMES = {
         "calibration={data: text.txt, sequences: 8, length: 128}",
     ),
 }
-LARGEST_MB = {"fp16": 300, "w4a16": 190, "w8a8": 200}  # the embedding stays in fp16: 57 MB
+LARGEST_MB = {"fp16": 300, "w4a16": 190, "w8a8": 270}  # a table of 57 MB stays fp16
 
 
 @pytest.fixture
