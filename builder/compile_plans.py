@@ -13,6 +13,7 @@ from llmbuild.builder.assemble import begin_manifest, make_graphs
 from llmbuild.builder.open_model import open_model, state_recipe
 from llmbuild.builder.prepare import prepare
 from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe
+from llmbuild.builder.report.plan_report import make_plan_report, write_plan_report
 from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.shard.shard import span
 from llmbuild.builder.shard.split import check_parallel
@@ -59,13 +60,19 @@ def compile_plans(
             stages.progress.note(f"quantised: {count} tensors to {kind}")
         limits = plan_limits(resolved)
         _check_slots(graphs, limits)
-        verify_plans(
+        emulated = verify_plans(
             *(writer.root, manifest, prepared, graphs, activations_of(resolved)),
             *(resolved.verify.tolerance, limits, stages),
         )
         ranks = [_build_rank(graph, resolved, limits, writer.root, stages) for graph in graphs]
+        manifest = msgspec.structs.replace(manifest, ranks=ranks)
+        tolerance = resolved.verify.tolerance
+        report = make_plan_report(
+            manifest, graphs, emulated, tolerance, stages.seconds, writer.root
+        )
+        write_plan_report(report, writer.root)
         with stages.stage("publish"):
-            writer.publish(msgspec.structs.replace(manifest, ranks=ranks))
+            writer.publish(manifest)
     stages.progress.note(f"peak memory {peak_rss_bytes() / 1e6:.0f} MB")
     return writer.out
 

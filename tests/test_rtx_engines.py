@@ -2,6 +2,7 @@
 built of is run on the CPU and held to the reference as part of the build."""
 
 import hashlib
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_the_plan_has_the_inputs_and_outputs_that_the_manifest_tells(compiled: C
     content = (compiled() / "rank0/engine.plan").read_bytes()
     for tensor in read_manifest(compiled()).ranks[0].plan_tensors:
         assert tensor.name.encode() in content
+
+
+def test_report_tells_what_a_decode_step_reads(compiled: Compiled) -> None:
+    """Linears of two layers, and the head, which is the embedding."""
+    layer = 64 * (2 * 192 + 2 * 96) + 3 * 64 * 288
+    items = 2 * layer + 257 * 64
+    (plain,) = json.loads((compiled() / "report.json").read_text())["decode"]
+    assert plain["weight_bytes"] == 2 * items
+    assert plain["kv_bytes"] == 64 * 2 * 2 * 3 * 32 * 2
+    assert plain["operations"] == 2 * (items + 2 * 2 * 6 * 32 * 64)
+    root = compiled(*SCHEMES["w4a16"])
+    report = json.loads((root / "report.json").read_text())
+    assert report["decode"][0]["weight_bytes"] == items * (4 + 16 / 32) / 8
+    assert 0 < report["emulated"] < report["tolerance"] == 0.01
+    assert report["ranks"][0]["plan_bytes"] == (root / "rank0/engine.plan").stat().st_size
 
 
 def test_ranks_have_plans_with_collectives(compiled: Compiled) -> None:

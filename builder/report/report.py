@@ -224,7 +224,6 @@ def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> 
     weight_bytes = _bytes_read(plan, config)
     macs = sum(_read_of(weight, math.prod(weight.shape), config) for weight in matrices)
     attention_macs = 2 * config.num_heads * config.head_dim * config.num_layers
-    longest = manifest.limits.max_sequence_length
     return [
         DecodeStep(
             context_tokens=context,
@@ -232,8 +231,13 @@ def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> 
             kv_bytes=context * manifest.kv.block_bytes // manifest.kv.block_size,
             operations=2 * (macs + attention_macs * context),
         )
-        for context in sorted({min(context, longest) for context in _CONTEXTS})
+        for context in decode_contexts(manifest.limits.max_sequence_length)
     ]
+
+
+def decode_contexts(longest: int) -> list[int]:
+    """Tokens of context that decode steps are reported for, in an engine of this longest."""
+    return sorted({min(context, longest) for context in _CONTEXTS})
 
 
 def _rank_shares(assembled: Assembled) -> list[RankShare]:
