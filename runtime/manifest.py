@@ -153,7 +153,7 @@ class QuantisedTensor(Record, frozen=True):
     group_size: Bytes  # columns that share a scale, 0 for a whole row
     symmetric: bool
     zero_points: bool  # whole ones in place of minima, of a grid that isn't symmetric
-    activation_group: Bytes  # columns of int8 activations that share one, 0 for fp32 activations
+    activation_group: Bytes  # columns of int8 activations that share one, 0 where they are not rounded
     static_activations: bool  # those scales are constants, not found row by row
 
     def describe(self) -> str:
@@ -163,7 +163,7 @@ class QuantisedTensor(Record, frozen=True):
         offset = " with zero points" if self.zero_points else " with minimum"
         offset = "" if self.symmetric else offset
         group = self.activation_group
-        activations = f"int8 activations in groups of {group}" if group else "fp32 activations"
+        activations = f"int8 activations in groups of {group}" if group else "unrounded activations"
         activations += ", static scales" if self.static_activations else ""
         return f"int{self.bits} {groups}{offset}, {activations}"
 

@@ -463,7 +463,7 @@ def test_the_step_shape_tells_every_layers_kv_dtypes_apart() -> None:
 @pytest.mark.parametrize(
     ("activation_group", "static", "words"),
     [
-        (0, False, "int8 by row, fp32 activations"),
+        (0, False, "int8 by row, unrounded activations"),
         (64, False, "int8 by row, int8 activations in groups of 64"),
         (64, True, "int8 by row, int8 activations in groups of 64, static scales"),
     ],

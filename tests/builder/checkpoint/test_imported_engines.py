@@ -128,7 +128,7 @@ def test_an_engine_computes_what_the_codes_stand_for(
     told = capsys.readouterr().err
     assert ("input_activations of int8 (dynamic)" in told) == (case == "int8")
     zero_points = scheme != "none" and not kind.get("symmetric", False)
-    assert ("with zero points, fp32 activations" in told) == zero_points
+    assert ("with zero points, unrounded activations" in told) == zero_points
 
 
 def test_int8_activations_meet_codes_with_zero_points(save_quantised, tmp_path):
