@@ -64,6 +64,8 @@ def compile_plans(
             *(writer.root, manifest, prepared, graphs, activations_of(resolved)),
             *(resolved.verify.tolerance, limits, stages),
         )
+        if len(graphs) > 1:
+            stages.progress.note("engines of several ranks are built, and can't be served yet")
         ranks = [_build_rank(graph, resolved, limits, writer.root, stages) for graph in graphs]
         manifest = msgspec.structs.replace(manifest, ranks=ranks)
         tolerance = resolved.verify.tolerance
@@ -88,8 +90,14 @@ def plan_limits(resolved: ResolvedRecipe) -> Limits:
 
 
 def _check_slots(graphs: Sequence[RankGraph], limits: Limits) -> None:
-    """Raises RecipeError where slots of a cache wouldn't begin where a plan may be bound."""
+    """Raises RecipeError where slots of a cache wouldn't begin where a plan may be bound, and for
+    heads that TensorRT's attention doesn't take."""
     for graph in graphs:
+        if graph.config.head_dim % 8:
+            raise RecipeError(
+                f"target: tensorrt-rtx takes heads of a multiple of 8 elements, and this model's "
+                f"have {graph.config.head_dim}; choose target cpu"
+            )
         position_bytes = graph.config.num_kv_heads * graph.config.head_dim * _ACTIVATION_BYTES
         step = ALIGNMENT_BYTES // gcd(ALIGNMENT_BYTES, position_bytes)
         if limits.capacity % step:

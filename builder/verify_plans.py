@@ -71,7 +71,7 @@ def emulate_steps(
     longest = max(int(batch.kv_lengths.max()) for batch in batches)
     limits = replace(limits, capacity=longest, chunk=min(limits.chunk, longest))
     ranks = EmulatedRanks(graphs, limits, activations, num_slots)
-    slots = LinearSlots(num_slots, longest, buckets)
+    slots = LinearSlots(num_slots, longest, buckets, limits.batch)
     return [ranks.step(batch, slots.executions(batch)) for batch in batches]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from llmbuild.errors import EngineError, UserError
+from llmbuild.errors import EngineError, SourceError, UserError
 
 
 @click.command("verify")
@@ -19,7 +19,8 @@ from llmbuild.errors import EngineError, UserError
 def verify_command(engine_dir: Path, emulate: bool) -> None:
     """Check an engine's files and results on this machine.
 
-    Every file of the engine DIR is checked, then its verification steps are replayed.
+    Every file of the engine DIR is checked, then its verification steps are replayed. Where an
+    engine's GPU is missing, --emulate replays them in the network that its plans were built of.
     """
     from llmbuild.runtime.engine import check_files, check_plans, open_engine
     from llmbuild.runtime.manifest import read_manifest
@@ -37,7 +38,10 @@ def verify_command(engine_dir: Path, emulate: bool) -> None:
         from llmbuild.builder.sources.progress import stderr_progress
 
         steps = load_steps(engine_dir / STEPS_FILE)
-        logits = emulate_engine(engine_dir, steps, Path.cwd(), stderr_progress())
+        try:
+            logits = emulate_engine(engine_dir, manifest, steps, Path.cwd(), stderr_progress())
+        except SourceError as error:
+            raise UserError(f"{error}; with --emulate it starts at the current folder") from error
     else:
         engine = open_engine(engine_dir)
         count = len(engine.manifest.files)

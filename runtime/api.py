@@ -155,9 +155,10 @@ class LLM:
             requests = [outcome for outcome in outcomes if isinstance(outcome, Request)]
             self._drive(requests)
         finally:
-            for outcome in outcomes:
-                if isinstance(outcome, Request):
-                    self._release(outcome)
+            with deferred_interrupts():
+                for outcome in outcomes:
+                    if isinstance(outcome, Request):
+                        self._release(outcome)
         return [_completion(o) if isinstance(o, Request) else o for o in outcomes]
 
     def chat(
@@ -232,8 +233,9 @@ class LLM:
                 requests.append(self._submit(prompt, params))
             self._drive(requests)
         finally:
-            for request in requests:
-                self._release(request)
+            with deferred_interrupts():
+                for request in requests:
+                    self._release(request)
         return _completion(requests[0])
 
     def _submit(self, prompt: object, params: object) -> Request:

@@ -61,6 +61,7 @@ def opening_engine(root: Path, cpuinfo: Path = CPUINFO) -> Iterator[Engine]:
 def _fitting_engine(root: Path, cpuinfo: Path) -> Engine:
     """The engine of a directory whose files aren't looked at yet."""
     manifest = read_manifest(root)
+    check_servable(manifest)
     return Engine(root, manifest, choose_variant(manifest.target, cpuinfo))
 
 
@@ -85,6 +86,15 @@ class _Verification:
         with _refusing_unreadable():
             _refuse(self._root, self._digests.wrong())
         self._marker.set()
+
+
+def check_servable(manifest: Manifest) -> None:
+    """Raises EngineError for an engine that no executor is built for yet."""
+    if isinstance(manifest.target, RtxTarget) and len(manifest.ranks) > 1:
+        raise EngineError(
+            f"the engine has {len(manifest.ranks)} ranks, which need NCCL to meet on GPUs, and "
+            "that isn't built yet; compile the model without `parallel`, for one GPU"
+        )
 
 
 def choose_variant(target: Target, cpuinfo: Path = CPUINFO) -> str:

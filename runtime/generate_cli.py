@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     "--kv-memory",
     default=None,
     metavar="SIZE",
-    help="Memory for the KV cache, as in 512MiB.  [default: what the limits need, up to 256MiB]",
+    help="Memory for the KV cache, as in 512MiB.  [default: what the limits need, up to 256MiB, or "
+    "4GiB of a GPU's]",
 )
 @click.option(
     "--threads",

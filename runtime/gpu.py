@@ -15,7 +15,7 @@ def compute_capability() -> str:
     except OSError as error:
         raise EngineError(
             "the engine needs an NVIDIA GPU and its driver, and libcuda.so.1 isn't here; run it on "
-            "a machine that has them, or compile the model for cpu"
+            "a machine that has them, compile the model for cpu, or check it with verify --emulate"
         ) from error
     status = driver.cuInit(0)
     if status == 0:
@@ -34,5 +34,5 @@ def installed_version() -> str:
     except PackageNotFoundError as error:
         raise EngineError(
             "the engine needs TensorRT for RTX, which isn't installed: "
-            "pip install 'llmbuild[tensorrt-rtx]'"
+            "`pip install '.[tensorrt-rtx]'` in llmbuild's checkout has it"
         ) from error

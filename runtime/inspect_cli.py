@@ -1,5 +1,6 @@
 """`llmbuild inspect`: what an engine is, what it needs, and what a token costs it."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ import click
 import msgspec
 
 from llmbuild.errors import EngineError
-from llmbuild.runtime.engine import check_files, check_plans, choose_variant
+from llmbuild.runtime.engine import check_files, check_plans, check_servable, choose_variant
 from llmbuild.runtime.manifest import KVLayer, Manifest, Rank, Span, read_manifest
 from llmbuild.runtime.plan_header import read_plan_header
 from llmbuild.runtime.target import CpuTarget, PlanTensor
 
 Row = tuple[str, str]
+
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
             f"a context of {context} tokens was asked for; the engine's limit is {limit}"
         )
     try:
+        check_servable(manifest)
         variant, refusal = choose_variant(manifest.target), None
     except EngineError as error:
         variant, refusal = None, str(error)
@@ -139,7 +143,11 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
     yield "KV", "; ".join(f"{kind} in {count} layers" for kind, count in kinds.items())
     yield "KV per token", _bytes(derived.kv_bytes_per_token)
     yield f"KV per block of {kv.block_size}", _bytes(derived.kv_bytes_per_block)
-    yield "weights", _bytes(derived.weights_bytes)
+    is_plan = not isinstance(target, CpuTarget)
+    yield "plans" if is_plan else "weights", _bytes(derived.weights_bytes)
+    if is_plan:
+        slots_bytes = limits.max_sequences * derived.kv_bytes_per_block
+        yield f"KV of {limits.max_sequences} sequences", _bytes(slots_bytes)
     if isinstance(target, CpuTarget):
         yield "arena", _bytes(derived.arena_bytes)
     yield (
@@ -197,8 +205,16 @@ def _plans(manifest: Manifest) -> dict[str, list[PlanTensor]]:
 
 
 def _tensor_rows(tensors: Iterable[PlanTensor]) -> Iterable[Row]:
+    """Those of all layers, which are alike, in one row: cache.0-29.k."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     for tensor in tensors:
-        yield f"{'input' if tensor.is_input else 'output'} {tensor.name}", tensor.describe()
+        layer = _LAYER.search(tensor.name)
+        name = _LAYER.sub(".{}.", tensor.name)
+        kind = "input" if tensor.is_input else "output"
+        groups.setdefault((kind, name, tensor.describe()), []).append(layer[1] if layer else "")
+    for (kind, name, text), layers in groups.items():
+        many = layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+        yield f"{kind} {name.format(many)}", text
 
 
 def _file_rows(manifest: Manifest) -> Iterable[Row]:

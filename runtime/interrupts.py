@@ -32,7 +32,8 @@ class deferred_interrupts:
         if self._handler is None:
             return
         self._is_over = True  # for one that comes before the handler is back
-        signal.signal(signal.SIGINT, self._handler)
+        if signal.getsignal(signal.SIGINT) == self._handle:  # no one has set another meanwhile
+            signal.signal(signal.SIGINT, self._handler)
         if self._pending is not None:
             self._handler(*self._pending)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from llmbuild.errors import EngineError
 from llmbuild.runtime.record import Bytes, Count, Record
-from llmbuild.runtime.target import TARGET_KINDS, CpuTarget, PlanTensor, Target
+from llmbuild.runtime.target import TARGET_KINDS, CpuTarget, PlanTensor, RtxTarget, Target
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "manifest.json"
@@ -24,6 +24,7 @@ KV_SCALE_BYTES = {"int8": 4, "int4": 4}
 KV_ALIGNMENT_BYTES = 4  # of a head's part of a block, and of the scales in it
 TOKENIZER_FILES = ("tokenizer.json", "generation_config.json")  # every engine has them
 
+_PLAN_DTYPES = {"int32", "fp16", "bf16", "fp32"}
 _REBUILD = "compile the engine again"
 
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -153,7 +154,9 @@ class QuantisedTensor(Record, frozen=True):
     group_size: Bytes  # columns that share a scale, 0 for a whole row
     symmetric: bool
     zero_points: bool  # whole ones in place of minima, of a grid that isn't symmetric
-    activation_group: Bytes  # columns of int8 activations that share one, 0 where they are not rounded
+    activation_group: (
+        Bytes  # columns of int8 activations that share one, 0 where they are not rounded
+    )
     static_activations: bool  # those scales are constants, not found row by row
 
     def describe(self) -> str:
@@ -335,6 +338,8 @@ def _contradictions(manifest: Manifest) -> list[str]:
         for index, heads in enumerate(sum(r.num_heads for r in layer.heads) for layer in kv.layers)
         if heads != kv.num_kv_heads
     ]
+    if isinstance(target, RtxTarget):
+        faults += _plan_contradictions(manifest)
     if not manifest.ranks or not target.variants:
         faults.append(f"{len(manifest.ranks)} ranks and {key} {variants}")
     if not kv.layers:
@@ -356,6 +361,27 @@ def _contradictions(manifest: Manifest) -> list[str]:
     faults += [f"files lacks {name!r}" for name in sorted(needed - {*manifest.files})]
     if MANIFEST_NAME in manifest.files:
         faults.append(f"files lists {MANIFEST_NAME} itself")
+    return faults
+
+
+def _plan_contradictions(manifest: Manifest) -> list[str]:
+    """Ranks whose plans haven't the caches that the KV layout asks for."""
+    length, kv = manifest.limits.max_sequence_length, manifest.kv
+    faults = []
+    if kv.block_size != length:
+        faults.append(f"KV blocks of {kv.block_size} tokens, but sequences of {length}")
+    for index, rank in enumerate(manifest.ranks):
+        shape: list[int | str] = ["B", rank.kv_heads.count, length, kv.head_dim]
+        names = [f"cache.{layer}.{kind}" for layer in range(rank.layers.count) for kind in "kv"]
+        wanted = dict.fromkeys(names, (manifest.precision, shape, True))
+        wanted |= {f"{name}.updated": (manifest.precision, shape, False) for name in names}
+        tensors = {t.name: (t.dtype, t.shape, t.is_input) for t in rank.plan_tensors}
+        given = {name: each for name, each in tensors.items() if name.startswith("cache.")}
+        differing = [n for n in sorted({*wanted, *given}) if wanted.get(n) != given.get(n)]
+        if differing:
+            faults.append(f"rank {index}'s plan has other caches than its layers: {differing[0]}")
+        dtypes = {each.dtype for each in rank.plan_tensors}
+        faults += [f"dtype {each!r} of a plan" for each in sorted(dtypes - _PLAN_DTYPES)]
     return faults
 
 

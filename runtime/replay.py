@@ -9,11 +9,13 @@ its own, so that a crash of native code is seen as one.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbuild.errors import EngineError
 from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.open import open_executor
@@ -48,15 +50,21 @@ def save_steps(steps: VerificationSteps, path: Path) -> None:
 
 
 def load_steps(path: Path) -> VerificationSteps:
-    with np.load(path, allow_pickle=False) as file:
-        count = sum(name.endswith(".logits") for name in file.files)
-        return VerificationSteps(
-            [StepBatch(**{name: file[f"{i}.{name}"] for name in ARRAYS}) for i in range(count)],
-            [file[f"{i}.logits"] for i in range(count)],
-            file["columns"],
-            int(file["num_blocks"]),
-            float(file["tolerance"]),
-        )
+    """Raises EngineError for a file that holds none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            count = sum(name.endswith(".logits") for name in file.files)
+            return VerificationSteps(
+                [StepBatch(**{name: file[f"{i}.{name}"] for name in ARRAYS}) for i in range(count)],
+                [file[f"{i}.logits"] for i in range(count)],
+                file["columns"],
+                int(file["num_blocks"]),
+                float(file["tolerance"]),
+            )
+    except (OSError, EOFError, ValueError, KeyError, AssertionError, BadZipFile) as error:
+        raise EngineError(
+            f"{path} holds no steps to verify with ({error}); compile the engine again"
+        ) from error
 
 
 def replay(

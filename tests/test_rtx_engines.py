@@ -92,8 +92,8 @@ def test_inspect_shows_inputs_outputs_sizes_and_the_capabilities_read_back(
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
     for line in (
         "input token_ids int32 [B, L]",
-        "input cache.1.v fp16 [B, 3, 64, 32]",
-        "output cache.1.v.updated fp16 [B, 3, 64, 32]",
+        "input cache.0-1.v fp16 [B, 3, 64, 32]",
+        "output cache.0-1.v.updated fp16 [B, 3, 64, 32]",
         "output logits fp32 [R, 257]",
     ):
         assert line in lines
@@ -116,8 +116,13 @@ def test_report_tells_what_a_decode_step_reads(compiled: Compiled) -> None:
     root = compiled(*SCHEMES["w4a16"])
     report = json.loads((root / "report.json").read_text())
     assert report["decode"][0]["weight_bytes"] == items * (4 + 16 / 32) / 8
-    assert 0 < report["emulated"] < report["tolerance"] == 0.01
+    assert 0 < report["emulated"] < report["tolerance"] == 0.03
     assert report["ranks"][0]["plan_bytes"] == (root / "rank0/engine.plan").stat().st_size
+
+
+def test_ranks_with_int8_activations_are_held_to_the_reference(compiled: Compiled) -> None:
+    """One scale for all columns, whichever rank has them."""
+    assert len(read_manifest(compiled(*SCHEMES["w8a8"], "parallel.tp=3")).ranks) == 3
 
 
 def test_ranks_have_plans_with_collectives(compiled: Compiled) -> None:
@@ -154,16 +159,35 @@ def test_without_tensorrt_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
     out = recipe.parent / "none"
-    with pytest.raises(BuildError, match=r"pip install 'llmbuild\[tensorrt-rtx\]'"):
+    with pytest.raises(BuildError, match=r"pip install '\.\[build,tensorrt-rtx\]'"):
         compile(recipe, out)
     assert not out.exists()
 
 
-def test_what_native_layers_lack_is_refused_by_name(recipe: Path) -> None:
-    out = recipe.parent / "asymmetric"
-    with pytest.raises(BuildError, match="choose a symmetric grid"):
-        compile(recipe, out, ["quantisation={scheme: w8a16, symmetric: false}"])
-    assert not out.exists()
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["quantisation={scheme: w8a16, symmetric: false}"], "grids are symmetric"),
+        (["quantisation={scheme: w8a16, group_size: 32}"], "a group a row, not one of 32"),
+        (["quantisation={scheme: w4a16, group_size: row}"], "not row"),
+        (["quantisation={scheme: w4a16, group_size: 256}"], "32, 64, 96, 128, 160, 192 columns"),
+        (["quantisation=w4a16", "precision=bf16"], "needs precision fp16"),
+        (["target.capabilities={}"], "a compute capability or a list of them"),
+    ],
+)
+def test_what_a_plan_can_not_have_is_refused_by_the_recipe(
+    recipe: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        compile(recipe, recipe.parent / "refused", overrides)
+
+
+def test_heads_that_do_not_fit_are_refused(
+    tmp_path: Path, save_tiny_llama: Callable[..., Path]
+) -> None:
+    path = save_tiny_llama(tmp_path, head_dim=30)
+    with pytest.raises(RecipeError, match=r"multiple of 8 elements.*have 30"):
+        compile(path, tmp_path / "engine", ["target=tensorrt-rtx", "precision=fp16", "kv_cache={}"])
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp=3",)], ids=["alone", "tp=3"])
@@ -178,6 +202,43 @@ def test_verify_emulates_an_engine(
     assert "verified: at most" in done.output
 
 
+def test_an_engine_of_another_recipe_is_not_emulated(
+    copied: Path, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(compiled().parent)
+    change_file(copied, "recipe.yaml", lambda text: text.replace(b"tokens: 24", b"tokens: 20"))
+    done = CliRunner().invoke(verify_command, [str(copied), "--emulate"])
+    assert "recipe.yaml makes another limits" in str(done.exception)
+
+
+def test_a_model_that_is_gone_is_looked_for_here(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copied)
+    done = CliRunner().invoke(verify_command, [str(copied), "--emulate"])
+    assert "with --emulate it starts at the current folder" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"fp16"', b'"bf16"', "other caches than its layers: cache.0.k"),
+        (b'"max_sequence_length": 64', b'"max_sequence_length": 65', "sequences of 65"),
+        (b'"int32"', b'"int33"', "dtype 'int33' of a plan"),
+    ],
+)
+def test_a_manifest_that_its_plan_contradicts_is_refused(
+    copied: Path, old: bytes, new: bytes, message: str
+) -> None:
+    path = copied / "manifest.json"
+    content = path.read_bytes()
+    begin = content.index(b'"plan_tensors"') if b"fp16" in old or b"int32" in old else 0
+    path.write_bytes(content[:begin] + content[begin:].replace(old, new, 1))
+    seal_again(copied)
+    with pytest.raises(EngineError, match=message):
+        read_manifest(copied)
+
+
 def test_emulation_is_not_for_the_cpu(tiny_engine: Path) -> None:
     done = CliRunner().invoke(verify_command, [str(tiny_engine), "--emulate"])
     assert "this one is for cpu" in str(done.exception)
@@ -186,10 +247,10 @@ def test_emulation_is_not_for_the_cpu(tiny_engine: Path) -> None:
 def test_slots_that_would_not_be_aligned_are_refused(
     tmp_path: Path, save_tiny_llama: Callable[..., Path]
 ) -> None:
-    """A position of one head of 14 takes 28 bytes, so 64 of them end at a multiple of 256."""
-    path = save_tiny_llama(tmp_path, num_key_value_heads=1)
+    """A position of one head of 8 takes 16 bytes, so 16 of them end at a multiple of 256."""
+    path = save_tiny_llama(tmp_path, num_key_value_heads=1, head_dim=8)
     overrides = ["target=tensorrt-rtx", "precision=fp16", "kv_cache={}"]
-    with pytest.raises(RecipeError, match="has to be a multiple of 64"):
+    with pytest.raises(RecipeError, match="has to be a multiple of 16"):
         compile(path, tmp_path / "engine", [*overrides, "limits.max_sequence_length=63"])
 
 
@@ -212,21 +273,32 @@ def copied(compiled: Compiled, tmp_path: Path) -> Path:
 
 
 def change_plan(root: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the plan, and let the manifest know it as published."""
-    path = root / "rank0/engine.plan"
-    before = path.read_bytes()
+    change_file(root, "rank0/engine.plan", change)
+
+
+def change_file(root: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change a file, and let the manifest know it as published."""
+    before = (root / name).read_bytes()
     after = change(before)
-    path.write_bytes(after)
+    assert after != before
+    (root / name).write_bytes(after)
+    manifest = root / "manifest.json"
+    text = manifest.read_text()
+    record = json.loads(text)["files"][name]
+    old, new = json.dumps(record["sha256"]), json.dumps(hashlib.sha256(after).hexdigest())
+    begin = text.index(f'"{name}": {{', text.index('"files"'))
+    tail = text[begin:].replace(old, new, 1)
+    tail = tail.replace(f'"size_bytes": {len(before)}', f'"size_bytes": {len(after)}', 1)
+    manifest.write_text(text[:begin] + tail)
+    seal_again(root)
+
+
+def seal_again(root: Path) -> None:
+    """Write the digest of the manifest as it is."""
     manifest = root / "manifest.json"
     text = manifest.read_text()
     digest = text.split('"digest": "')[1].split('"')[0]
-    for old, new in (
-        (hashlib.sha256(before).hexdigest(), hashlib.sha256(after).hexdigest()),
-        (f'"size_bytes": {len(before)}', f'"size_bytes": {len(after)}'),
-        (digest, ""),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text = text.replace(digest, "")
     sealed = hashlib.sha256(text.encode()).hexdigest()
     manifest.write_text(text.replace('"digest": ""', f'"digest": "{sealed}"'))
 

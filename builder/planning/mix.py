@@ -23,7 +23,8 @@ from llmbuild.builder.recipe.quantisation import Override
 from llmbuild.builder.recipe.recipe import ResolvedRecipe, load_recipe
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages
-from llmbuild.errors import BuildError
+from llmbuild.errors import BuildError, RecipeError
+from llmbuild.runtime.target import CPU
 
 SCORED_TOKENS = 64  # of each, the last ones: those with the longest context
 KEPT_BYTES = 1 << 30  # of tensors that are read more than once
@@ -49,6 +50,10 @@ def make_plan(
     for what the user can mend; then nothing is written.
     """
     recipe = load_recipe(recipe_path, (*overrides, "plan=null"))
+    if recipe.target.kind != CPU:
+        raise RecipeError(
+            f"recipe {recipe.name}: target: given {recipe.target.kind}; plans are measured for cpu"
+        )
     if weights is not None:
         check_has_scheme(recipe.quantisation)
     if not out.parent.is_dir() or out.is_dir():

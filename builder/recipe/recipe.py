@@ -26,7 +26,7 @@ from llmbuild.builder.recipe.plan_file import PrecisionPlan, read_plan
 from llmbuild.builder.recipe.problems import problem, problem_lines
 from llmbuild.builder.recipe.quantisation import UNQUANTISED, Quantisation
 from llmbuild.builder.recipe.section import Section, listed
-from llmbuild.builder.recipe.target import PRECISIONS, RTX_SCHEMES, Target
+from llmbuild.builder.recipe.target import PRECISIONS, Target, rtx_lack
 from llmbuild.builder.recipe.yaml_text import RecipeDumper, apply_overrides, read_recipe
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
@@ -39,12 +39,15 @@ DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_MAX_SEQUENCES = 32
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUCKETS = (1, 2, 4, 8)
-DEFAULT_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
+DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
 DEFAULT_INT4_KV_TOLERANCE = 2e-1
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
-DEFAULT_RTX_INT8_TOLERANCE = 2e-1  # and with one scale for all columns a code is a larger step
+# Activations of a GPU are rounded after every layer, and where they are int8 one scale is for all
+# columns, so that a code is a larger step.
+DEFAULT_RTX_TOLERANCE = {"fp16": 3e-2, "bf16": 1.5e-1}
+DEFAULT_RTX_INT8_TOLERANCE = 2e-1
 
 MAX_BUCKET = 64
 
@@ -186,9 +189,9 @@ class Recipe(Section):
         target: Target | None = info.data.get("target")
         if target and target.kind == TENSORRT_RTX:
             for each in (quantisation, *quantisation.overrides):
-                if each.scheme not in RTX_SCHEMES:
-                    text = f"{TENSORRT_RTX} has {', '.join(RTX_SCHEMES)}, not {each.scheme}"
-                    raise problem(text)
+                lack = rtx_lack(each, info.data.get("precision"))
+                if lack is not None:
+                    raise problem(f"on {TENSORRT_RTX} {lack}")
         return quantisation
 
     @field_validator("kv_cache")
@@ -306,9 +309,11 @@ class Recipe(Section):
     def _default_tolerance(self) -> float:
         if self.kv_cache.bits < 8:
             return DEFAULT_INT4_KV_TOLERANCE
+        if self.target.kind == TENSORRT_RTX:
+            rounds = self.quantisation.int8_activations
+            return DEFAULT_RTX_INT8_TOLERANCE if rounds else DEFAULT_RTX_TOLERANCE[self.precision]
         if self.quantisation.int8_activations:
-            is_cpu = self.target.kind == CPU
-            return DEFAULT_INT8_TOLERANCE if is_cpu else DEFAULT_RTX_INT8_TOLERANCE
+            return DEFAULT_INT8_TOLERANCE
         if self.kv_cache.bits == 8:
             return DEFAULT_INT8_KV_TOLERANCE
         return DEFAULT_TOLERANCE[self.precision]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from llmbuild.builder.recipe.problems import problem
+from llmbuild.builder.recipe.quantisation import ROW, Precisions
 from llmbuild.builder.recipe.section import Section, listed
 from llmbuild.runtime.isa import LEVELS
 from llmbuild.runtime.plan_header import CAPABILITY_BITS
@@ -17,6 +18,7 @@ DEFAULT_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
 # By target. Of tensorrt-rtx, what native layers and its kernels have.
 PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT_RTX: ("fp16", "bf16")}
 RTX_SCHEMES = ("none", "w4a16", "w8a16", "w8a8-static")
+INT4_GROUP_SIZES = range(32, 193, 32)  # wider ones build no fused kernel
 
 
 def _levels(value: Any) -> Any:
@@ -25,6 +27,8 @@ def _levels(value: Any) -> Any:
 
 def _capabilities(value: Any) -> Any:
     """YAML reads 8.9 as a number."""
+    if isinstance(value, dict):
+        return value
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(str(each) if isinstance(each, float) else each for each in values)
 
@@ -80,6 +84,23 @@ class Target(Section):
         else:
             content.setdefault("capabilities", DEFAULT_CAPABILITIES)
         return content
+
+
+def rtx_lack(chosen: Precisions, precision: str | None) -> str | None:
+    """Why tensorrt-rtx can't have weights of these precisions, where it can't."""
+    if chosen.scheme not in RTX_SCHEMES:
+        return f"there are {', '.join(RTX_SCHEMES)}, not {chosen.scheme}"
+    if chosen.symmetric is False:
+        return "grids are symmetric"
+    if chosen.scheme == "w4a16":
+        if precision == "bf16":
+            return "w4a16 needs precision fp16"
+        if chosen.group_size is not None and chosen.group_size not in INT4_GROUP_SIZES:
+            allowed = ", ".join(map(str, INT4_GROUP_SIZES))
+            return f"the groups of w4a16 have {allowed} columns, not {chosen.group_size}"
+    elif chosen.group_size not in (None, ROW):
+        return f"int8 weights have a group a row, not one of {chosen.group_size}"
+    return None
 
 
 def _refuse_unless(kind: str, info: ValidationInfo) -> None:

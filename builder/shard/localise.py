@@ -18,13 +18,16 @@ Scales = Mapping[str, NDArray[np.float32]]
 def own_plan(plan: QuantPlan, shard: Shard, config: DecoderConfig) -> QuantPlan:
     """The plan with the static scales of the activations that the rank's columns meet."""
     splits = tensor_splits(config)
-    scales = {}
+    scales, groups = {}, dict(plan.activation_groups)
     for name, whole in plan.activation_scales.items():
         group = plan.activation_groups[name]
         columns = (len(whole) * group,)
         ((begin, end),) = own_ranges(shard, config, columns, splits[name][1:])[0]
-        scales[name] = whole[begin // group : end // group]
-    return replace(plan, activation_scales=scales)
+        if len(whole) == 1:  # of all columns, so of any
+            scales[name], groups[name] = whole, end - begin
+        else:
+            scales[name] = whole[begin // group : end // group]
+    return replace(plan, activation_scales=scales, activation_groups=groups)
 
 
 def own_kv_scales(scales: Scales, shard: Shard, config: DecoderConfig) -> Scales:

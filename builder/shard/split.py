@@ -5,7 +5,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import lcm
 
-from llmbuild.builder.models.canonical import Split, tensor_splits
+from llmbuild.builder.models.canonical import Split, expected_tensors, tensor_splits
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.shard.shard import Shard
 from llmbuild.errors import RecipeError
@@ -165,12 +165,14 @@ def _mlp_shares(
 def _column_units(plan: QuantPlan, config: DecoderConfig) -> dict[Split, int]:
     """How many neighbouring columns of the matrices that are divided by columns must stay together,
     0 where none: quantisation groups, of weights and activations."""
-    splits = tensor_splits(config)
+    splits, shapes = tensor_splits(config), expected_tensors(config)
     units = dict.fromkeys(Split, 0)
     for name, grid in plan.weights.items():
         split = splits[name][1]
         if split is not None:
             group = plan.activation_groups.get(name, GROUP_UNIT)
+            if name in plan.static and group == shapes[name][1]:
+                group = GROUP_UNIT  # one scale that no cut changes
             units[split] = lcm(units[split] or 1, grid.group_size or GROUP_UNIT, group)
     return units
 

@@ -37,12 +37,16 @@ class LinearSlots:
     """How many tokens each slot holds, and from that the executions of each step.
 
     num_slots: slots there are. capacity: tokens that one has room for. buckets: numbers of slots
-    of a decode execution, ascending; more than the largest are divided.
+    of a decode execution, ascending; more than the largest are divided. max_rows: logits rows that
+    a plan gives; a prompt that wants more is divided.
     """
 
-    def __init__(self, num_slots: int, capacity: int, buckets: Sequence[int]) -> None:
+    def __init__(
+        self, num_slots: int, capacity: int, buckets: Sequence[int], max_rows: int
+    ) -> None:
         self._held = np.zeros(num_slots, np.int32)
         self._capacity = capacity
+        self._max_rows = max_rows
         self._buckets = [size for size in buckets if size <= num_slots] or [1]
 
     def executions(self, batch: StepBatch) -> list[Execution]:
@@ -50,8 +54,9 @@ class LinearSlots:
         slots = batch.block_tables[:, 0] - SCRATCH_BLOCK - 1  # padding's is -1
         counts = np.diff(batch.query_start)
         made = [
-            self._prefill(batch, sequence, int(slots[sequence]))
+            part
             for sequence in np.flatnonzero((counts > 1) & (slots >= 0)).tolist()
+            for part in self._prefill(batch, sequence, int(slots[sequence]))
         ]
         is_real = slots >= 0
         self._held[slots[is_real]] = batch.kv_lengths[is_real]
@@ -60,15 +65,20 @@ class LinearSlots:
             made.append(self._decode(batch, group, slots))
         return made
 
-    def _prefill(self, batch: StepBatch, sequence: int, slot: int) -> Execution:
-        begin, end = batch.query_start[sequence : sequence + 2]
+    def _prefill(self, batch: StepBatch, sequence: int, slot: int) -> Iterator[Execution]:
+        begin, end = batch.query_start[sequence : sequence + 2].tolist()
         rows = np.flatnonzero((batch.logit_rows >= begin) & (batch.logit_rows < end))
-        return _execution(
-            *(slot, batch.token_ids[None, begin:end], batch.positions[None, begin:end]),
-            batch.positions[begin : begin + 1],
-            batch.logit_rows[rows] - begin,
-            rows,
-        )
+        rows = rows[np.argsort(batch.logit_rows[rows], kind="stable")]
+        while begin < end:
+            own, rows = rows[: self._max_rows], rows[self._max_rows :]
+            until = int(batch.logit_rows[rows[0]]) if len(rows) else end
+            yield _execution(
+                *(slot, batch.token_ids[None, begin:until], batch.positions[None, begin:until]),
+                batch.positions[begin : begin + 1],
+                batch.logit_rows[own] - begin,
+                own,
+            )
+            begin = until
 
     def _groups(self, decoding: NDArray[np.intp], slots: Int32Array) -> Iterator[list[int]]:
         """Sequences, ordered by slot, that one execution can have."""

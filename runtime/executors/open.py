@@ -27,8 +27,8 @@ def open_executor(
     """The executor of an engine whose files are verified.
 
     num_blocks: of every layer's pools, the scratch block included. num_threads: of each rank, by
-    default the processors that it may use; pin_threads: whether each keeps to one of them (on a
-    GPU neither means anything).
+    default the processors that it may use; pin_threads: whether each keeps to one of them. On a
+    GPU neither may be given.
     rank_timeout_s: how long a rank may keep the others waiting before it is given up.
 
     Raises EngineError when a rank can't be opened, and UserError for a bad option. In a process
@@ -39,6 +39,11 @@ def open_executor(
     if isinstance(engine.manifest.target, RtxTarget):
         from llmbuild.runtime.executors.rtx import RtxExecutor
 
+        if num_threads is not None or pin_threads:
+            raise UserError(
+                "num_threads and pin_threads are for engines of cpu, and this one runs on a GPU; "
+                "leave them out"
+            )
         return RtxExecutor(engine, num_blocks)
 
     if len(engine.manifest.ranks) == 1:

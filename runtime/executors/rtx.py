@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbuild.cache import cache_root
-from llmbuild.errors import EngineError, UserError
+from llmbuild.errors import UserError
 from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cuda import Cuda, CudaError
@@ -27,7 +27,6 @@ class RtxExecutor:
 
     def __init__(self, engine: Engine, num_blocks: int) -> None:
         manifest, num_slots = engine.manifest, num_blocks - 1
-        check_ranks(len(manifest.ranks))
         (rank,) = manifest.ranks
         name = rank.executables[engine.variant]
         self._process = os.getpid()
@@ -48,7 +47,9 @@ class RtxExecutor:
             self._context = plan.make_context(CONTEXT)
             self._graphs = DecodeGraphs(cuda, self._memory, lambda: plan.make_context(DECODE))
             closing.callback(self._graphs.close)
-            self._slots = LinearSlots(num_slots, self._memory.capacity, manifest.buckets)
+            self._slots = LinearSlots(
+                num_slots, self._memory.capacity, manifest.buckets, manifest.limits.max_sequences
+            )
             cuda.synchronise()  # the caches are zeros
         except BaseException:
             self.close()
@@ -69,6 +70,8 @@ class RtxExecutor:
         logits = np.zeros((batch.num_logit_rows, self._memory.vocab_size), np.float32)
         for execution in self._executions(batch):
             logits[execution.results] = self._run(execution)
+        if not np.isfinite(logits).all():
+            self._memory.clear()
         return logits
 
     def step_greedy(self, batch: StepBatch, num_steps: int = 1) -> list[list[int]]:
@@ -80,6 +83,8 @@ class RtxExecutor:
                 batch = _next_step(batch, tokens[:, step - 1])
             for execution in self._executions(batch):
                 tokens[execution.results, step] = likeliest(self._run(execution))
+        if (tokens < 0).any():
+            self._memory.clear()
         return [[int(token) for token in row] for row in tokens]
 
     def close(self) -> None:
@@ -110,15 +115,6 @@ class RtxExecutor:
             assert self._context is not None
             run_once(self._cuda, self._memory, self._context, placed)
         return self._memory.logits(placed)[: len(execution.results)]
-
-
-def check_ranks(num_ranks: int) -> None:
-    """Raises EngineError unless there is one."""
-    if num_ranks > 1:
-        raise EngineError(
-            f"the engine has {num_ranks} ranks, which need NCCL to meet on GPUs, and that isn't "
-            "built yet; compile the model without `parallel`, for one GPU"
-        )
 
 
 def likeliest(logits: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -62,7 +62,7 @@ class PlanMemory:
         there: what isn't written yet is multiplied by 0, and must be a number."""
         purpose = f"the KV cache of {self._num_slots} sequences of {self.capacity} tokens"
         self._cache_base = self._take_device(self.kv_bytes, purpose)
-        self._cuda.clear(self._cache_base, self.kv_bytes)
+        self.clear()
         self._input_base = self._take_device(self._input_bytes, "inputs")
         self._logits = self._take_device(self._logits_bytes, "logits")
         for size in (self._input_bytes, self._logits_bytes):
@@ -70,6 +70,11 @@ class PlanMemory:
         self._staging = _view(self._host[0], self._input_bytes)
         rows = _view(self._host[1], 4 * self._max_rows * self.vocab_size).view(np.float32)
         self._rows = rows.reshape(self._max_rows, self.vocab_size)
+
+    def clear(self) -> None:
+        """Make the caches zeros, at first and after a step that went wrong: a NaN in a slot would
+        meet the next sequence's tokens, as what is masked is multiplied by 0."""
+        self._cuda.clear(self._cache_base, self.kv_bytes)
 
     def place(self, execution: Execution) -> Placed:
         """Write an execution's inputs. Nothing that reads those of the last one may run."""

@@ -22,7 +22,7 @@ def load_tensorrt() -> Any:
     except ImportError as error:
         raise EngineError(
             f"the engine needs TensorRT for RTX, which can't be imported ({error}): "
-            "pip install 'llmbuild[tensorrt-rtx]'"
+            "`pip install '.[tensorrt-rtx]'` in llmbuild's checkout has it"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """How many KV blocks an engine gets: from a number of blocks, from bytes, or by default."""
 
+import os
 import re
 
 from llmbuild.errors import UserError
@@ -10,6 +11,7 @@ from llmbuild.runtime.target import RtxTarget
 # and the memory is there for them.
 DEFAULT_KV_BYTES = 256 * 2**20
 DEFAULT_GPU_KV_BYTES = 4 * 2**30
+MAX_GPU_KV_BYTES = 2**42  # more than any GPU has
 MIN_BLOCKS = 2  # the scratch block and one for a sequence
 
 UNIT_BYTES = {
@@ -54,6 +56,17 @@ def choose_num_blocks(
             f"kv_memory={kv_memory!r} and num_blocks={num_blocks!r} both state the size of the "
             "KV memory; give one of them"
         )
+    chosen = _choose(manifest, kv_memory, num_blocks)
+    most_bytes = MAX_GPU_KV_BYTES if isinstance(manifest.target, RtxTarget) else _machine_bytes()
+    if kv_bytes(manifest, chosen) > most_bytes:
+        raise UserError(
+            f"{chosen} KV blocks take {kv_bytes(manifest, chosen)} bytes, and there are at most "
+            f"{most_bytes}; give less kv_memory or fewer num_blocks"
+        )
+    return chosen
+
+
+def _choose(manifest: Manifest, kv_memory: int | str | None, num_blocks: int | None) -> int:
     block_bytes = manifest.kv_block_bytes  # on all ranks together
     if num_blocks is not None:
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool):
@@ -86,6 +99,10 @@ def choose_num_blocks(
 def kv_bytes(manifest: Manifest, num_blocks: int) -> int:
     """Bytes of KV memory that all ranks hold with so many blocks."""
     return (num_blocks - _blocks_without_memory(manifest)) * manifest.kv_block_bytes
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _blocks_without_memory(manifest: Manifest) -> int:

@@ -39,11 +39,19 @@ class Entry(msgspec.Struct, frozen=True):
     cubin: CodeFile
 
 
-def write_kernels(kernels: Iterable[Compiled], out: Path) -> None:
-    """Makes the folder `out`, whole or not at all. Raises BuildError when it's in use."""
+def check_out(out: Path) -> None:
+    """Raises BuildError unless a folder can be made there, and makes those that it lies in."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BuildError(f"{out} isn't an empty folder; give another one for the kernels")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"can't make {out.parent}: {error.strerror}; give another one") from error
+
+
+def write_kernels(kernels: Iterable[Compiled], out: Path) -> None:
+    """Makes the folder `out`, whole or not at all. Raises BuildError when it can't be had."""
+    check_out(out)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         index = [_write(compiled, staging) for compiled in kernels]

@@ -41,7 +41,7 @@ def kernels_command(
 
     from llmbuild.builder.targets.gpu import kernel_table
     from llmbuild.builder.targets.gpu.capabilities import CAPABILITIES
-    from llmbuild.builder.targets.gpu.kernel_folder import write_kernels
+    from llmbuild.builder.targets.gpu.kernel_folder import check_out, write_kernels
     from llmbuild.builder.targets.gpu.kernels import compile_kernels, registered_kernels, usable
     from llmbuild.errors import BuildError
 
@@ -50,6 +50,8 @@ def kernels_command(
     if not requests:
         raise BuildError(f"no kernel has {only!r} in its name; `llmbuild kernels` lists them")
     label = f"{len(requests)} kernels"
+    if out is not None:
+        check_out(out)
     with click.progressbar(length=len(requests), label=label, file=sys.stderr) as bar:
         outcomes = compile_kernels(requests, on_done=lambda _: bar.update(1))
     cached = sum(outcome.cached for outcome in outcomes)

@@ -86,7 +86,7 @@ def installed_tensorrt_rtx() -> Any:
     except ImportError as error:
         raise BuildError(
             f"the tensorrt-rtx target needs TensorRT for RTX ({error}); "
-            "install it: pip install 'llmbuild[tensorrt-rtx]'"
+            "`pip install '.[build,tensorrt-rtx]'` in llmbuild's checkout has it"
         ) from error
     return tensorrt_rtx
 

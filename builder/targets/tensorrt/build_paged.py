@@ -15,7 +15,9 @@ from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
 from llmbuild.errors import BuildError
 
 _FIRST_MAJOR = 11  # 10.14 breaks such plugins, and the releases around it have not been looked at
-_INSTALL = "install TensorRT 11 or newer: pip install 'llmbuild[tensorrt]'"
+_INSTALL = (
+    "install TensorRT 11 or newer: `pip install '.[build,tensorrt]'` in llmbuild's checkout has it"
+)
 
 
 def build_paged_plan(

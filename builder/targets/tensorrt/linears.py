@@ -8,10 +8,9 @@ import onnx_ir as ir
 from llmbuild.builder.graph.materialise import materialise_matrix
 from llmbuild.builder.graph.passes.quantise import ACTIVATION_SCALES_SLOT
 from llmbuild.builder.graph.step_graph import Weight
+from llmbuild.builder.recipe.target import INT4_GROUP_SIZES
 from llmbuild.builder.targets.tensorrt.lowering import Lowering, Tensor, optional_input
 from llmbuild.quant.grid import QuantisedMatrix
-
-INT4_GROUPS = range(32, 193, 32)  # wider ones build no fused kernel
 
 
 def linear(lowering: Lowering, node: ir.Node) -> None:
@@ -50,8 +49,8 @@ def _check_grid(lowering: Lowering, node: ir.Node, weight: Weight) -> None:
         raise lowering.refusal(node, grid.describe(), "choose a symmetric grid")
     if grid.bits == 8 and grid.group_size:
         raise lowering.refusal(node, grid.describe(), "give int8 weights one group a row")
-    if grid.bits == 4 and grid.columns_of(weight.shape[1]) not in INT4_GROUPS:
-        allowed = f"groups of {', '.join(map(str, INT4_GROUPS))}"
+    if grid.bits == 4 and grid.columns_of(weight.shape[1]) not in INT4_GROUP_SIZES:
+        allowed = f"groups of {', '.join(map(str, INT4_GROUP_SIZES))}"
         raise lowering.refusal(node, grid.describe(), f"give int4 weights {allowed}")
     if grid.bits == 4 and group:
         raise lowering.refusal(

@@ -37,7 +37,7 @@ def lower_nodes(lowering: L, operations: Operations[L]) -> None:
                 f"the {lowering.target} target has no implementation of "
                 f"{node.domain or 'ai.onnx'}::{node.op_type}, which makes "
                 f"{node.outputs[0].name!r}; it implements "
-                f"{', '.join(sorted(name for _, name in operations))}"
+                f"{', '.join(sorted(name for _, name in operations))}; choose target cpu"
             )
         lowering.begin(node)
         lower_node(lowering, node)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.bucket import pad_to_bucket
 from llmbuild.runtime.executors.linear_kv import Execution, LinearSlots
 
@@ -79,7 +79,7 @@ def run_step(slots: LinearSlots, device: Device, batch: StepBatch) -> list[list[
 @given(st.data())
 def test_any_order_of_steps_leaves_each_slot_its_sequence(data: st.DataObject) -> None:
     buckets = data.draw(st.sampled_from([[1], [1, 2], [1, 2, 4], [1, 3, 6], [1, 2, 8]]))
-    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, buckets), Device()
+    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, buckets, 2), Device()
     held: dict[int, list[int]] = {}
     for _ in range(data.draw(st.integers(1, 8))):
         chosen = data.draw(st.permutations(range(NUM_SLOTS)))[
@@ -105,7 +105,7 @@ def test_any_order_of_steps_leaves_each_slot_its_sequence(data: st.DataObject) -
 
 
 def test_padding_of_a_bucket_takes_no_slot() -> None:
-    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, [1, 2, 4]), Device()
+    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, [1, 2, 4], 4), Device()
     batch = pad_to_bucket(batch_of([(5, 0, [7]), (2, 0, [8]), (3, 0, [9])]), [1, 2, 4])
     assert batch.num_sequences == 4
     assert run_step(slots, device, batch) == [[7], [8], [9], None]
@@ -119,17 +119,26 @@ def test_decoding_slots_share_an_execution_of_a_bucket(
     used: list[int], executions: list[tuple[int, int]] | None
 ) -> None:
     """Beyond the largest bucket they are divided."""
-    slots = LinearSlots(NUM_SLOTS, CAPACITY, [1, 2, 4])
+    slots = LinearSlots(NUM_SLOTS, CAPACITY, [1, 2, 4], 4)
     made = slots.executions(batch_of([(slot, 0, [1]) for slot in used]))
     assert [(each.first_slot, each.num_slots) for each in made] == (executions or [(0, 1), (5, 1)])
     assert all(each.is_decode for each in made)
 
 
 def test_prompts_run_alone_with_their_own_length() -> None:
-    slots = LinearSlots(NUM_SLOTS, CAPACITY, [1, 2])
+    slots = LinearSlots(NUM_SLOTS, CAPACITY, [1, 2], 2)
     made = slots.executions(batch_of([(4, 0, [1, 2, 3]), (1, 0, [4, 5])]))
     assert [(each.first_slot, each.inputs["token_ids"].tolist()) for each in made] == [
         (4, [[1, 2, 3]]),
         (1, [[4, 5]]),
     ]
     assert not any(each.is_decode for each in made)
+
+
+def test_a_prompt_that_wants_more_logits_than_a_plan_gives_is_divided() -> None:
+    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, [1], 2), Device()
+    batch = batch_of([(3, 0, [5, 6, 7, 8, 9, 4])])
+    arrays = {name: getattr(batch, name) for name in ARRAYS}
+    wanted = StepBatch(**arrays | {"logit_rows": np.array([5, 1, 2, 3, 4], np.int32)})
+    tokens = [5, 6, 7, 8, 9, 4]
+    assert run_step(slots, device, wanted) == [tokens[:count] for count in (6, 2, 3, 4, 5)]

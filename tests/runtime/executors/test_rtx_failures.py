@@ -7,6 +7,7 @@ from typing import Any
 import fake_cuda
 import fake_tensorrt
 import msgspec
+import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Status
 from fake_tensorrt import FakeTensorRT
@@ -15,7 +16,7 @@ from rtx_harness import NUM_BLOCKS, decode
 from llmbuild.builder.targets.tensorrt import profiles
 from llmbuild.builder.targets.tensorrt.limits import cache_name, updated_name
 from llmbuild.errors import EngineError, UserError
-from llmbuild.runtime.engine import Engine
+from llmbuild.runtime.engine import Engine, check_servable
 from llmbuild.runtime.executors import cuda, rtx_memory, rtx_plan
 from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.executors.rtx import RtxExecutor
@@ -116,9 +117,30 @@ def test_a_fork_is_refused(executor: RtxExecutor, monkeypatch: pytest.MonkeyPatc
 
 def test_several_ranks_are_refused(engine: Engine) -> None:
     ranks = engine.manifest.ranks * 3
-    several = Engine(engine.root, msgspec.structs.replace(engine.manifest, ranks=ranks), "8.9")
     with pytest.raises(EngineError, match="3 ranks, which need NCCL"):
-        open_executor(several, NUM_BLOCKS)
+        check_servable(msgspec.structs.replace(engine.manifest, ranks=ranks))
+
+
+@pytest.mark.parametrize("options", [{"num_threads": 2}, {"pin_threads": True}])
+def test_threads_are_not_for_a_gpu(engine: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="leave them out"):
+        open_executor(engine, NUM_BLOCKS, **options)
+
+
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_a_step_that_goes_wrong_leaves_no_nan_behind(
+    executor: RtxExecutor, trt: FakeTensorRT, is_greedy: bool
+) -> None:
+    """What is masked is multiplied by 0: of a NaN that makes a NaN."""
+    address, size = executor._memory._cache_base, executor.kv_bytes
+    trt.gpu.view(address, size)[:] = 255  # NaN in fp16
+    if is_greedy:
+        assert executor.step_greedy(decode({0: (3, 7)}))[0][0] < 0
+    else:
+        assert not np.isfinite(executor.step(decode({0: (3, 7)}))).all()
+    executor._cuda.synchronise()
+    assert not trt.gpu.view(address, size).any()
+    assert executor.step_greedy(decode({0: (0, 7)}))[0][0] >= 0
 
 
 @pytest.mark.parametrize(
