@@ -36,7 +36,7 @@ def require_triton() -> None:
             raise
         raise BuildError(
             "GPU kernels are compiled by Triton, which isn't installed; "
-            """`pip install ".[gpu]"` in llmbuild's checkout has it"""
+            """`pip install ".[build,gpu]"` in llmbuild's checkout has it"""
         ) from error
     if knobs.runtime.interpret:
         raise BuildError("TRITON_INTERPRET makes Triton interpret kernels; unset it to compile")

@@ -39,7 +39,9 @@ def require_interpreter() -> None:
     try:
         from triton import knobs
     except ModuleNotFoundError as error:
-        raise BuildError("plugins are emulated by Triton: pip install 'llmbuild[gpu]'") from error
+        raise BuildError(
+            "plugins are emulated by Triton: `pip install '.[build,gpu]'` in llmbuild's checkout has it"
+        ) from error
     if not knobs.runtime.interpret:
         raise BuildError("plugins are emulated in a process with TRITON_INTERPRET=1 set")
 

@@ -105,7 +105,7 @@ def test_missing_triton_is_one_line_that_says_what_to_install(run_python: RunPyt
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("Error: ")
-    assert 'pip install ".[gpu]"' in line
+    assert 'pip install ".[build,gpu]"' in line
 
 
 def test_builder_needs_no_triton(run_python: RunPython) -> None:
