@@ -40,7 +40,8 @@ def require_interpreter() -> None:
         from triton import knobs
     except ModuleNotFoundError as error:
         raise BuildError(
-            "plugins are emulated by Triton: `pip install '.[build,gpu]'` in llmbuild's checkout has it"
+            "plugins are emulated by Triton; `pip install '.[build,gpu]'` in llmbuild's checkout "
+            "has it"
         ) from error
     if not knobs.runtime.interpret:
         raise BuildError("plugins are emulated in a process with TRITON_INTERPRET=1 set")
