@@ -19,7 +19,7 @@ LLMBUILD := $(BIN)/llmbuild
 
 # A file's tests stay together, as they share what they compile. Each of the two workers keeps to
 # one thread of torch's, or they would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 FOLDERS := $(wildcard builder plugins quant runtime)
 SOURCES := $(shell find llmbuild $(FOLDERS) -name '*.py' -o -name '*.h')

@@ -70,6 +70,12 @@ limits: {max_step_tokens: 24, max_sequences: 8}
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of whole builds come first: were they last, one worker would wait for the other."""
+    root = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent != root)
+
+
 @dataclass(frozen=True)
 class SavedModel:
     model: Any  # transformers' PreTrainedModel

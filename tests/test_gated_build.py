@@ -48,6 +48,7 @@ def test_impossible_gate_publishes_nothing_and_says_every_figure(
     assert list((tmp_path / "engines").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_engine_that_passes_its_gate_is_published_alone(
     tmp_path: Path, build: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -79,6 +79,7 @@ def test_plan_is_within_the_ratios_and_tells_what_was_measured(
         assert any(line.startswith(start) for line in lines), start
 
 
+@pytest.mark.slow
 def test_engine_of_the_plan_is_as_small_as_was_told(
     tmp_path: Path,
     recipe: Path,

@@ -72,6 +72,7 @@ def logits(engine_dir: Path, tokens: np.ndarray) -> np.ndarray:
         executor.close()
 
 
+@pytest.mark.slow
 def test_static_int8_keys_stay_near_four_times_beyond_the_calibration(
     recipe: Path, tmp_path: Path
 ) -> None:

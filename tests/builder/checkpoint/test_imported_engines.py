@@ -106,7 +106,16 @@ def check(engine, model):
 
 
 @pytest.mark.parametrize(
-    ("case", "scheme"), [*((case, "stored-a16") for case in CASES), ("gptq", "none")]
+    ("case", "scheme"),
+    [
+        ("gptq", "stored-a16"),
+        ("gptq", "none"),
+        *(
+            pytest.param(case, "stored-a16", marks=pytest.mark.slow)
+            for case in CASES
+            if case != "gptq"
+        ),
+    ],
 )
 def test_an_engine_computes_what_the_codes_stand_for(
     save_quantised, tmp_path, capsys, case, scheme

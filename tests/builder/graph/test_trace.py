@@ -192,6 +192,7 @@ def test_a_rope_that_no_layer_turns_by_leaves_nothing(
     assert step.constants.keys() <= set(step.graph.initializers)
 
 
+@pytest.mark.slow
 def test_tracing_an_8b_model_allocates_no_weight() -> None:
     run = subprocess.run(
         [sys.executable, "-c", TRACE_8B], capture_output=True, text=True, check=False

@@ -153,7 +153,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of the others each has something that one of these has, too.
+QUICK = ("KV heads on several ranks", "ranks and stages", "soft caps", "experts")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
 def test_ranks_together_give_the_whole_models_logits(
     case: str,
     decoder_config: Callable[..., DecoderConfig],

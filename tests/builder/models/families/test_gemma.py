@@ -51,6 +51,7 @@ def test_gemma_decoder_equals_transformers(
     assert_decoder_matches(hf_model("gemma", **(LONG | VARIANTS[variant])))
 
 
+@pytest.mark.slow
 def test_gemma_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_checkpoint_of_the_bare_model_with_stored_masks_is_read(
     assert_decoder_matches(saved)
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

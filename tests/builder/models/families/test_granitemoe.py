@@ -84,6 +84,7 @@ def test_decoder_equals_transformers(
     assert_decoder_matches(hf_model(family, **SMALL_MOE | overrides))
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

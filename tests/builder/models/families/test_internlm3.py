@@ -64,6 +64,7 @@ def test_decoder_equals_transformers(
     assert_decoder_matches(hf_model("internlm3", **SIZES | overrides))
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers_past_the_original_length(
     hf_model: Callable[..., Any], assert_engine_matches: Check
 ) -> None:

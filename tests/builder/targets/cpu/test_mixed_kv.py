@@ -43,7 +43,12 @@ LAYOUTS: dict[str, tuple[list[Pairs], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+QUICK = ("heads differ", "layers and heads differ")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in LAYOUTS]
+)
 def test_a_decoder_with_a_mixed_kv_cache_equals_the_reference(
     traced: Callable[..., StepGraph],
     decoder_config: Callable[..., DecoderConfig],

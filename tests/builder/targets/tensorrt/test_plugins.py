@@ -154,5 +154,5 @@ def test_older_releases_are_refused(no_tensorrt: Path, version: str) -> None:
 
 
 def test_without_tensorrt_the_error_says_what_to_install(no_tensorrt: Path) -> None:
-    with pytest.raises(BuildError, match=r"pip install 'llmbuild\[tensorrt\]'"):
+    with pytest.raises(BuildError, match=r"pip install '\.\[build,tensorrt\]'"):
         installed_tensorrt()
