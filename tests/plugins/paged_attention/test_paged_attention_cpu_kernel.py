@@ -434,7 +434,7 @@ def test_a_sink_far_below_changes_nothing_and_one_far_above_takes_everything(
     compiler: KernelCompiler,
 ) -> None:
     library, variants = (
-        compiler.library(source, LEVELS[-1]) for source in (SOURCE, VARIANTS_SOURCE)
+        compiler.library(source, LEVELS[0]) for source in (SOURCE, VARIANTS_SOURCE)
     )
     case = Case((9, 3, 64, 16), ("float", "float"), [(40, 2)])
     plain = case.run(library)
