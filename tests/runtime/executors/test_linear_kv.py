@@ -40,7 +40,8 @@ class Device:
     """What a plan would do: caches that hold token ids; a row's logits are all that its token
     attends to."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int = NUM_SLOTS) -> None:
+        self.max_rows = max_rows
         self.caches = np.full((NUM_SLOTS, CAPACITY), -1)
 
     def run(self, execution: Execution) -> list[list[int]]:
@@ -58,7 +59,7 @@ class Device:
                 inputs["positions"][row], np.arange(begin, begin + length)
             )
             self.caches[slot, begin : begin + length] = inputs["token_ids"][row]
-        assert len(inputs["logit_rows"]) >= 1
+        assert 1 <= len(inputs["logit_rows"]) <= (rows if execution.is_decode else self.max_rows)
         seen = []
         for flat in inputs["logit_rows"]:
             row, column = divmod(int(flat), length)
@@ -136,7 +137,7 @@ def test_prompts_run_alone_with_their_own_length() -> None:
 
 
 def test_a_prompt_that_wants_more_logits_than_a_plan_gives_is_divided() -> None:
-    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, [1], 2), Device()
+    slots, device = LinearSlots(NUM_SLOTS, CAPACITY, [1], 2), Device(2)
     batch = batch_of([(3, 0, [5, 6, 7, 8, 9, 4])])
     arrays = {name: getattr(batch, name) for name in ARRAYS}
     wanted = StepBatch(**arrays | {"logit_rows": np.array([5, 1, 2, 3, 4], np.int32)})
