@@ -120,8 +120,3 @@ def _scaled(part: range, shape: Shape, splits: Splits, count: int, split: Split)
 def _gate_and_up(part: range, config: DecoderConfig) -> Ranges:
     size = config.moe.expert_size if config.moe else 0
     return ((part.start, part.stop), (size + part.start, size + part.stop))
-
-
-def is_shared(splits: Splits) -> bool:
-    """Whether every rank of a stage has the same of a tensor."""
-    return not any(splits)

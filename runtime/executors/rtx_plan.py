@@ -11,6 +11,7 @@ from typing import Any
 from llmbuild.errors import EngineError
 from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.target import ALIGNMENT_BYTES, PlanTensor
+from llmbuild.runtime.tensorrt_log import CollectedLog
 
 CONTEXT, DECODE = 0, 1  # the optimisation profiles that every plan is built with
 
@@ -39,7 +40,7 @@ class Plan:
         """Raises EngineError when the plan can't be loaded, or hasn't these inputs and outputs."""
         self._trt = trt = load_tensorrt()
         self._cuda, self._path, self._cache_path = cuda, path, cache
-        self._log = _Log(trt)
+        self._log = CollectedLog(trt)
         self._runtime = trt.Runtime(self._log.logger)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             self._engine = self._runtime.deserialize_cuda_engine(plan)
@@ -142,27 +143,6 @@ class PlanContext:
     def check(self, is_right: bool, what: str) -> None:
         if not is_right:
             raise self._plan.error(what)
-
-
-class _Log:
-    """TensorRT's last errors. `logger` is what it is given."""
-
-    def __init__(self, trt: Any) -> None:
-        errors: list[str] = []
-
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                    errors[:] = [*errors[-4:], message.strip()]
-
-        self._errors = errors
-        self.logger = Logger()
-
-    def text(self) -> str:
-        return "; ".join(dict.fromkeys(self._errors)) or "TensorRT gave no reason"
 
 
 def _read(path: Path | None) -> bytes:

@@ -8,12 +8,12 @@ from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.step_graph import NEXT_HIDDEN, OUTPUT, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
-from llmbuild.builder.targets.tensorrt.log import CollectedLog
 from llmbuild.builder.targets.tensorrt.lower import lower
 from llmbuild.builder.targets.tensorrt.profiles import profiles
 from llmbuild.errors import BuildError
 from llmbuild.runtime.plan_header import CAPABILITY_BITS
 from llmbuild.runtime.target import PlanTensor
+from llmbuild.runtime.tensorrt_log import CollectedLog
 
 _FIRST_SIZES = {OUTPUT: "R", NEXT_HIDDEN: "T"}
 

@@ -8,11 +8,11 @@ from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.gpu.triton_compiler import require_triton
 from llmbuild.builder.targets.tensorrt.limits import ActivationDtype
-from llmbuild.builder.targets.tensorrt.log import CollectedLog
 from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
 from llmbuild.builder.targets.tensorrt.paged_profiles import paged_profiles
 from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
 from llmbuild.errors import BuildError
+from llmbuild.runtime.tensorrt_log import CollectedLog
 
 _FIRST_MAJOR = 11  # 10.14 breaks such plugins, and the releases around it have not been looked at
 _INSTALL = (

@@ -104,5 +104,5 @@ def test_a_plan_that_cannot_be_built_is_an_error(
     trt: StandInTensorRT, model_of: Callable[..., Model]
 ) -> None:
     trt.plan = None
-    with pytest.raises(BuildError, match="TensorRT can't build the plan: it gave no reason"):
+    with pytest.raises(BuildError, match="TensorRT can't build the plan: TensorRT gave no reason"):
         build(model_of())
