@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 
 from llmbuild.errors import EngineError
-from llmbuild.runtime.gpu import compute_capability, installed_version
+from llmbuild.runtime.gpu import compute_capability, rtx_version, tensorrt_version
 from llmbuild.runtime.isa import CPUINFO, LEVELS, missing_flags
 from llmbuild.runtime.manifest import MANIFEST_NAME, Manifest, read_manifest
 from llmbuild.runtime.plan_header import check_plan
-from llmbuild.runtime.target import CpuTarget, RtxTarget, Target
+from llmbuild.runtime.target import CpuTarget, RtxTarget, Target, TensorrtTarget
 from llmbuild.runtime.verified import Marker
 
 
@@ -90,7 +90,9 @@ class _Verification:
 
 def check_servable(manifest: Manifest) -> None:
     """Raises EngineError for an engine that no executor is built for yet."""
-    if isinstance(manifest.target, RtxTarget) and len(manifest.ranks) > 1:
+    if isinstance(manifest.target, TensorrtTarget):
+        raise EngineError("engines of tensorrt are built, and nothing here runs them yet")
+    if not isinstance(manifest.target, CpuTarget) and len(manifest.ranks) > 1:
         raise EngineError(
             f"the engine has {len(manifest.ranks)} ranks, which need NCCL to meet on GPUs, and "
             "that isn't built yet; compile the model without `parallel`, for one GPU"
@@ -103,22 +105,25 @@ def choose_variant(target: Target, cpuinfo: Path = CPUINFO) -> str:
     match target:
         case CpuTarget():
             return choose_level(target, cpuinfo)
-        case RtxTarget():
+        case RtxTarget() | TensorrtTarget():
             return choose_capability(target)
 
 
-def choose_capability(target: RtxTarget) -> str:
+def choose_capability(target: RtxTarget | TensorrtTarget) -> str:
     """The compute capability of this machine's GPU. Raises EngineError where there is no GPU, no
-    TensorRT for RTX of the engine's version, or the engine isn't for the GPU."""
-    capability, version = compute_capability(), installed_version()
+    TensorRT, or TensorRT for RTX, of the engine's version, or the engine isn't for the GPU."""
+    capability = compute_capability()
+    is_rtx = isinstance(target, RtxTarget)
+    version = rtx_version() if is_rtx else tensorrt_version()
     if version != target.version:
+        name, package = ("TensorRT for RTX", "tensorrt-rtx") if is_rtx else ("TensorRT", "tensorrt")
         raise EngineError(
-            f"the engine is for TensorRT for RTX {target.version}, and {version} is installed; "
-            f"install tensorrt-rtx {target.version}, or compile the engine again"
+            f"the engine is for {name} {target.version}, and {version} is installed; "
+            f"install {package} {target.version}, or compile the engine again"
         )
-    if capability not in target.capabilities:
+    if capability not in target.variants:
         raise EngineError(
-            f"the engine is for compute capabilities {', '.join(target.capabilities)}, and this "
+            f"the engine is for compute capabilities {', '.join(target.variants)}, and this "
             f"GPU has {capability}; compile the model for it"
         )
     return capability

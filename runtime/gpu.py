@@ -1,7 +1,9 @@
 """What GPU this machine has, and what is installed to run plans on it."""
 
 import ctypes
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from llmbuild.errors import EngineError
 
@@ -27,7 +29,23 @@ def compute_capability() -> str:
     return f"{numbers[0].value}.{numbers[1].value}"
 
 
-def installed_version() -> str:
+def tensorrt_version() -> str:
+    """Of TensorRT, such as 11.4.0.106; loads it. Raises EngineError where it isn't installed."""
+    return str(load_tensorrt().__version__)
+
+
+def load_tensorrt() -> Any:
+    """The module of TensorRT. Raises EngineError where it can't be imported."""
+    try:
+        return import_module("tensorrt")
+    except ImportError as error:
+        raise EngineError(
+            f"the engine needs TensorRT, which can't be imported ({error}): "
+            "`pip install '.[tensorrt]'` in llmbuild's checkout has it"
+        ) from error
+
+
+def rtx_version() -> str:
     """Of TensorRT for RTX, such as 1.7.1.116. Raises EngineError where it isn't installed."""
     try:
         return version("tensorrt-rtx-cu13-bindings")

@@ -13,7 +13,7 @@ from llmbuild.errors import EngineError
 from llmbuild.runtime.engine import check_files, check_plans, check_servable, choose_variant
 from llmbuild.runtime.manifest import KVLayer, Manifest, Rank, Span, read_manifest
 from llmbuild.runtime.plan_header import read_plan_header
-from llmbuild.runtime.target import CpuTarget, PlanTensor
+from llmbuild.runtime.target import CpuTarget, PlanTensor, RtxTarget
 
 Row = tuple[str, str]
 
@@ -64,11 +64,7 @@ def inspect(directory: Path, context_tokens: int | None, as_json: bool) -> None:
         for line in _table(_rank_rows(manifest, derived)):
             click.echo(f"  {line}")
     for name, tensors in _plans(manifest).items():
-        header = read_plan_header(directory / name)
-        click.echo(
-            f"plan {name}: {_bytes(header.size_bytes)}, TensorRT for RTX {header.version}, for "
-            f"{', '.join(header.capabilities)}"
-        )
+        click.echo(f"plan {name}: {_plan_text(manifest, directory / name)}")
         for line in _aligned(_tensor_rows(tensors)):
             click.echo(f"  {line}")
     click.echo("files")
@@ -145,7 +141,7 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
     yield f"KV per block of {kv.block_size}", _bytes(derived.kv_bytes_per_block)
     is_plan = not isinstance(target, CpuTarget)
     yield "plans" if is_plan else "weights", _bytes(derived.weights_bytes)
-    if is_plan:
+    if isinstance(target, RtxTarget):
         slots_bytes = limits.max_sequences * derived.kv_bytes_per_block
         yield f"KV of {limits.max_sequences} sequences", _bytes(slots_bytes)
     if isinstance(target, CpuTarget):
@@ -202,6 +198,17 @@ def _plans(manifest: Manifest) -> dict[str, list[PlanTensor]]:
     """The inputs and outputs of each plan, by its path inside the engine."""
     ranks = [rank for rank in manifest.ranks if rank.plan_tensors]
     return {name: rank.plan_tensors for rank in ranks for name in rank.executables.values()}
+
+
+def _plan_text(manifest: Manifest, path: Path) -> str:
+    """What a plan's header says of it; of tensorrt, whose plans' headers aren't known, its size and
+    what the manifest says."""
+    if isinstance(manifest.target, RtxTarget):
+        header = read_plan_header(path)
+        capabilities = ", ".join(header.capabilities)
+        size = _bytes(header.size_bytes)
+        return f"{size}, TensorRT for RTX {header.version}, for {capabilities}"
+    return f"{_bytes(path.stat().st_size)}, {manifest.target.describe()}"
 
 
 def _tensor_rows(tensors: Iterable[PlanTensor]) -> Iterable[Row]:

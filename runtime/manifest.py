@@ -11,8 +11,20 @@ from typing import Annotated
 import msgspec
 
 from llmbuild.errors import EngineError
+from llmbuild.runtime.contradictions import (
+    pool_contradictions,
+    rank_contradictions,
+    slot_contradictions,
+)
 from llmbuild.runtime.record import Bytes, Count, Record
-from llmbuild.runtime.target import TARGET_KINDS, CpuTarget, PlanTensor, RtxTarget, Target
+from llmbuild.runtime.target import (
+    TARGET_KINDS,
+    CpuTarget,
+    PlanTensor,
+    RtxTarget,
+    Target,
+    TensorrtTarget,
+)
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "manifest.json"
@@ -21,10 +33,11 @@ SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a seq
 KV_ITEM_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int8-static": 8, "int4": 4}
 # Of a token in one head, beside its items: a scale (fp32), or a scale and a minimum (bf16).
 KV_SCALE_BYTES = {"int8": 4, "int4": 4}
+# Those that a plan keeps in pools of their own, beside that of the items.
+_RANGES = {"int8": ("scales",), "int4": ("scales", "minima")}
 KV_ALIGNMENT_BYTES = 4  # of a head's part of a block, and of the scales in it
 TOKENIZER_FILES = ("tokenizer.json", "generation_config.json")  # every engine has them
 
-_PLAN_DTYPES = {"int32", "fp16", "bf16", "fp32"}
 _REBUILD = "compile the engine again"
 
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -115,11 +128,33 @@ class KVLayout(Record, frozen=True):
             layers=[KVLayer.of_heads(each) for each in dtypes],
         )
 
+    @property
+    def pool_bytes(self) -> dict[str, int]:
+        """Of tensorrt: bytes of a block in each pool, by the name of the plan's input that has its
+        address. A pool holds items, scales or minima, [blocks, heads, block_size, ...]; all heads
+        of a layer have one dtype."""
+        tokens, sizes = self.num_kv_heads * self.block_size, {}
+        for index, layer in enumerate(self.layers):
+            (run,) = layer.heads
+            for of, dtype in (("k", run.k_dtype), ("v", run.v_dtype)):
+                item_bits = tokens * self.head_dim * KV_ITEM_BITS[dtype]
+                sizes[pool_name(index, f"{of}_items")] = item_bits // 8
+                for part in (parts := _RANGES.get(dtype, ())):
+                    each = KV_SCALE_BYTES[dtype] // len(parts)
+                    sizes[pool_name(index, f"{of}_{part}")] = tokens * each
+        return sizes
+
     def head_block_bytes(self, dtype: str) -> int:
         """Bytes of one block of one head's K or V."""
         item_bytes = -(-self.block_size * self.head_dim * KV_ITEM_BITS[dtype] // 8)
         padding = -item_bytes % KV_ALIGNMENT_BYTES
         return item_bytes + padding + self.block_size * KV_SCALE_BYTES.get(dtype, 0)
+
+
+def pool_name(layer: int, tensor: str) -> str:
+    """Of a plan's input with an address; tensor: such as "k_items". `layer` counts the rank's own
+    from 0."""
+    return f"pool.{layer}.{tensor}"
 
 
 class Parallel(Record, frozen=True):
@@ -292,7 +327,7 @@ def _check_target(content: dict[str, object]) -> None:
     if isinstance(kind, str) and kind not in TARGET_KINDS:
         raise EngineError(
             f"the engine is for target {kind!r}, and this runtime runs "
-            f"{' and '.join(map(repr, TARGET_KINDS))}; compile the model for one of these"
+            f"{', '.join(map(repr, TARGET_KINDS))}; compile the model for one of these"
         )
 
 
@@ -318,7 +353,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
         ("model.head_dim", model.get("head_dim"), "kv.head_dim", kv.head_dim),
         ("model.vocab_size", model.get("vocab_size"), "vocab_size", manifest.vocab_size),
     ]
-    key = "isa_levels" if isinstance(target, CpuTarget) else "capabilities"
+    key = target.variants_key
     variants = (f"target.{key}", sorted(target.variants))
     if isinstance(target, CpuTarget):
         same.append(
@@ -327,7 +362,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     for index, rank in enumerate(manifest.ranks):
         same.append((f"the executables of rank {index}", sorted(rank.executables), *variants))
     faults = [f"{a} {x!r}, but {b} {y!r}" for a, x, b, y in same if x != y]
-    faults += _rank_contradictions(manifest)
+    faults += rank_contradictions(manifest)
 
     runs = [run for layer in kv.layers for run in layer.heads]
     dtypes = {dtype for run in runs for dtype in (run.k_dtype, run.v_dtype)}
@@ -339,7 +374,9 @@ def _contradictions(manifest: Manifest) -> list[str]:
         if heads != kv.num_kv_heads
     ]
     if isinstance(target, RtxTarget):
-        faults += _plan_contradictions(manifest)
+        faults += slot_contradictions(manifest)
+    if isinstance(target, TensorrtTarget) and not faults:  # whose names follow from a sound layout
+        faults += pool_contradictions(manifest)
     if not manifest.ranks or not target.variants:
         faults.append(f"{len(manifest.ranks)} ranks and {key} {variants}")
     if not kv.layers:
@@ -362,63 +399,3 @@ def _contradictions(manifest: Manifest) -> list[str]:
     if MANIFEST_NAME in manifest.files:
         faults.append(f"files lists {MANIFEST_NAME} itself")
     return faults
-
-
-def _plan_contradictions(manifest: Manifest) -> list[str]:
-    """Ranks whose plans haven't the caches that the KV layout asks for."""
-    length, kv = manifest.limits.max_sequence_length, manifest.kv
-    faults = []
-    if kv.block_size != length:
-        faults.append(f"KV blocks of {kv.block_size} tokens, but sequences of {length}")
-    for index, rank in enumerate(manifest.ranks):
-        shape: list[int | str] = ["B", rank.kv_heads.count, length, kv.head_dim]
-        names = [f"cache.{layer}.{kind}" for layer in range(rank.layers.count) for kind in "kv"]
-        wanted = dict.fromkeys(names, (manifest.precision, shape, True))
-        wanted |= {f"{name}.updated": (manifest.precision, shape, False) for name in names}
-        tensors = {t.name: (t.dtype, t.shape, t.is_input) for t in rank.plan_tensors}
-        given = {name: each for name, each in tensors.items() if name.startswith("cache.")}
-        differing = [n for n in sorted({*wanted, *given}) if wanted.get(n) != given.get(n)]
-        if differing:
-            faults.append(f"rank {index}'s plan has other caches than its layers: {differing[0]}")
-        dtypes = {each.dtype for each in rank.plan_tensors}
-        faults += [f"dtype {each!r} of a plan" for each in sorted(dtypes - _PLAN_DTYPES)]
-    return faults
-
-
-def _rank_contradictions(manifest: Manifest) -> list[str]:
-    """Ranks that aren't a whole model together."""
-    tp, pp, ranks = manifest.parallel.tp, manifest.parallel.pp, manifest.ranks
-    if len(ranks) != tp * pp:
-        return [f"{len(ranks)} ranks, but parallel.tp {tp} and parallel.pp {pp}"]
-    faults = [
-        f"rank {index} is stage {rank.stage}, tp_rank {rank.tp_rank} of {pp} stages of {tp} ranks"
-        for index, rank in enumerate(ranks)
-        if (rank.stage, rank.tp_rank) != divmod(index, tp)
-    ]
-    num_heads = manifest.model.get("num_heads")
-    layers, stages = len(manifest.kv.layers), ranks[::tp]
-    faults += _cover_faults("layers of the stages", [rank.layers for rank in stages], layers)
-    for rank in stages:
-        group = ranks[rank.stage * tp : (rank.stage + 1) * tp]
-        where = f"of stage {rank.stage}'s ranks"
-        if any(each.layers != rank.layers for each in group):
-            faults.append(f"layers {where} differ")
-        faults += _cover_faults(f"heads {where}", [each.heads for each in group], num_heads)
-        tokens = [each.tokens for each in group]
-        faults += _cover_faults(f"tokens {where}", tokens, manifest.vocab_size)
-        most = manifest.kv.num_kv_heads
-        faults += [
-            f"KV heads up to {each.kv_heads.end} {where}, but kv.num_kv_heads {most}"
-            for each in group
-            if each.kv_heads.end > most
-        ]
-    return faults
-
-
-def _cover_faults(what: str, spans: list[Span], total: object) -> list[str]:
-    """Unless the spans, one after the other, are all of `total`."""
-    firsts, ends = [span.first for span in spans], [span.end for span in spans]
-    if firsts == [0, *ends[:-1]] and ends[-1] == total:
-        return []
-    shown = ", ".join(f"{span.first} to {span.end}" for span in spans)
-    return [f"{what} are {shown}, but the model has {total}"]

@@ -6,7 +6,7 @@ import msgspec
 
 from llmbuild.runtime.record import Record
 
-TARGET_KINDS = CPU, TENSORRT_RTX = "cpu", "tensorrt-rtx"
+TARGET_KINDS = CPU, TENSORRT, TENSORRT_RTX = "cpu", "tensorrt", "tensorrt-rtx"
 
 ALIGNMENT_BYTES = 256  # of every address that a plan is given
 
@@ -30,6 +30,23 @@ class CpuTarget(Record, frozen=True, tag_field="kind", tag=CPU):
         return f"{CPU}, {self.machine}: {', '.join(self.isa_levels)}"
 
 
+class TensorrtTarget(Record, frozen=True, tag_field="kind", tag=TENSORRT):
+    """GPUs of one compute capability, by plans of TensorRT with our kernels in them."""
+
+    version: str  # of TensorRT, which alone runs the plans
+    capability: Capability  # of the GPU that they were built on
+
+    variants_key: ClassVar[str] = "capability"
+
+    @property
+    def variants(self) -> list[str]:
+        """What each rank has an executable for."""
+        return [self.capability]
+
+    def describe(self) -> str:
+        return f"{TENSORRT} {self.version}: compute capability {self.capability}"
+
+
 class RtxTarget(Record, frozen=True, tag_field="kind", tag=TENSORRT_RTX):
     """GPUs, by plans of TensorRT for RTX; a rank's plan is for all capabilities."""
 
@@ -47,15 +64,16 @@ class RtxTarget(Record, frozen=True, tag_field="kind", tag=TENSORRT_RTX):
         return f"{TENSORRT_RTX} {self.version}: compute capabilities {', '.join(self.capabilities)}"
 
 
-Target = CpuTarget | RtxTarget
+Target = CpuTarget | TensorrtTarget | RtxTarget
 
 
 class PlanTensor(Record, frozen=True):
-    """An input or output of a plan. A size is a number, or the name of one that changes: B
-    sequences, L tokens of each, T = B * L, R logits rows."""
+    """An input or output of a plan. A size is a number, or the name of one that changes: of
+    tensorrt-rtx B sequences, L tokens of each, T = B * L, R logits rows; of tensorrt S sequences
+    and S + 1, T tokens of all together, B blocks of a sequence, R logits rows."""
 
     name: str
-    dtype: str  # int32, fp16, bf16 or fp32
+    dtype: str  # int32, fp16, bf16 or fp32, and int64 of an address
     shape: list[int | str]
     is_input: bool
 

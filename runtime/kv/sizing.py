@@ -5,10 +5,10 @@ import re
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.manifest import Manifest
-from llmbuild.runtime.target import RtxTarget
+from llmbuild.runtime.target import CpuTarget, RtxTarget
 
-# Caps of the default, so that no machine is filled unasked. On a GPU blocks hold whole sequences,
-# and the memory is there for them.
+# Caps of the default, so that no machine is filled unasked. A GPU's memory is there for it; and of
+# tensorrt-rtx a block holds a whole sequence.
 DEFAULT_KV_BYTES = 256 * 2**20
 DEFAULT_GPU_KV_BYTES = 4 * 2**30
 MAX_GPU_KV_BYTES = 2**42  # more than any GPU has
@@ -57,7 +57,7 @@ def choose_num_blocks(
             "KV memory; give one of them"
         )
     chosen = _choose(manifest, kv_memory, num_blocks)
-    most_bytes = MAX_GPU_KV_BYTES if isinstance(manifest.target, RtxTarget) else _machine_bytes()
+    most_bytes = MAX_GPU_KV_BYTES if _is_on_gpu(manifest) else _machine_bytes()
     if kv_bytes(manifest, chosen) > most_bytes:
         raise UserError(
             f"{chosen} KV blocks take {kv_bytes(manifest, chosen)} bytes, and there are at most "
@@ -90,8 +90,7 @@ def _choose(manifest: Manifest, kv_memory: int | str | None, num_blocks: int | N
     limits = manifest.limits
     one_sequence = -(-limits.max_sequence_length // manifest.kv.block_size)
     wanted = limits.max_sequences * one_sequence + 1
-    is_on_gpu = isinstance(manifest.target, RtxTarget)
-    most_bytes = DEFAULT_GPU_KV_BYTES if is_on_gpu else DEFAULT_KV_BYTES
+    most_bytes = DEFAULT_GPU_KV_BYTES if _is_on_gpu(manifest) else DEFAULT_KV_BYTES
     most = most_bytes // block_bytes + _blocks_without_memory(manifest)
     return max(min(wanted, most), one_sequence + 1)
 
@@ -101,10 +100,14 @@ def kv_bytes(manifest: Manifest, num_blocks: int) -> int:
     return (num_blocks - _blocks_without_memory(manifest)) * manifest.kv_block_bytes
 
 
+def _is_on_gpu(manifest: Manifest) -> bool:
+    return not isinstance(manifest.target, CpuTarget)
+
+
 def _machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _blocks_without_memory(manifest: Manifest) -> int:
-    """A plan's padding is left out of what is run: the scratch block is no more than a number."""
+    """On slots padding is left out of what is run: the scratch block is no more than a number."""
     return 1 if isinstance(manifest.target, RtxTarget) else 0

@@ -262,7 +262,7 @@ def test_a_path_that_leaves_the_engine_is_refused(root: Path, cpuinfo: Path, nam
 def test_another_target_is_refused(root: Path, cpuinfo: Path) -> None:
     path = root / "manifest.json"
     path.write_text(path.read_text().replace('"kind": "cpu"', '"kind": "tpu"'))
-    assert "for target 'tpu', and this runtime runs 'cpu' and 'tensorrt-rtx'" in refusal(
+    assert "for target 'tpu', and this runtime runs 'cpu', 'tensorrt', 'tensorrt-rtx'" in refusal(
         root, cpuinfo
     )
 

@@ -15,10 +15,10 @@ from llmbuild.builder.targets.tensorrt.operations import COMMON, Operations, low
 from llmbuild.builder.targets.tensorrt.paged_limits import (
     INPUT_SIZES,
     PagedLimits,
-    pool_name,
 )
 from llmbuild.builder.targets.tensorrt.plugin_lowering import Instantiate, PluginLowering
 from llmbuild.plugins.registry import DOMAIN
+from llmbuild.runtime.manifest import pool_name
 
 OPERATIONS: Operations[PluginLowering] = {
     **COMMON,

@@ -13,8 +13,9 @@ from llmbuild.builder.targets.tensorrt.limits import (
 from llmbuild.runtime.manifest import KVLayout
 
 # The network's inputs are the step graph's, int32, with `hidden` in the activations' dtype, and for
-# each tensor of a KV pool its address, int64 [1], at a multiple of 16 bytes. A pool's tensors are
-# those of plugins/common/kv_triton.py: items, and scales and minima where its dtype has them.
+# each tensor of a KV pool its address, int64 [1], at a multiple of 16 bytes; its name is the
+# manifest's pool_name. A pool's tensors are those of plugins/common/kv_triton.py: items, and scales
+# and minima where its dtype has them.
 # Tokens past query_start's last entry are padding, and so are sequences of length 0.
 QUERY_START = "query_start"
 BLOCK_TABLES = "block_tables"
@@ -51,9 +52,3 @@ class PagedLimits:
     def plain(self) -> Limits:
         """What both targets know."""
         return Limits(self.sequences, self.tokens, self.capacity)
-
-
-def pool_name(layer: int, tensor: str) -> str:
-    """Of the input with an address; tensor: of POOL_TENSORS, such as "k_items". `layer` counts the
-    rank's own from 0."""
-    return f"pool.{layer}.{tensor}"

@@ -5,12 +5,13 @@ import onnx_ir as ir
 
 from llmbuild.builder.targets.tensorrt.limits import KV_LENGTHS, POSITIONS
 from llmbuild.builder.targets.tensorrt.lowering import Tensor, optional_input
-from llmbuild.builder.targets.tensorrt.paged_limits import BLOCK_TABLES, QUERY_START, pool_name
+from llmbuild.builder.targets.tensorrt.paged_limits import BLOCK_TABLES, QUERY_START
 from llmbuild.builder.targets.tensorrt.plugin_lowering import PluginLowering
 from llmbuild.plugins.common.attention_variant import AttentionShape, pool_type
 from llmbuild.plugins.paged_attention import tensorrt as attention_plugins
 from llmbuild.plugins.paged_attention.triton import AttentionType
 from llmbuild.plugins.rope_kv_write.tensorrt import rope_kv_write as rope_kv_write_plugin
+from llmbuild.runtime.manifest import pool_name
 
 KV_DTYPES = ("fp16", "bf16", "int8", "int8-static", "int4")  # that kernels read and write
 

@@ -17,10 +17,10 @@ from triton_harness import GpuPool
 
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated
-from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits, pool_name
+from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
 from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.manifest import KVLayer, KVLayout
+from llmbuild.runtime.manifest import KVLayer, KVLayout, pool_name
 
 BLOCK_SIZE, BLOCKS = 4, 5  # of a sequence
 SEQUENCES = 3
