@@ -7,6 +7,12 @@ from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.gpu.triton_compiler import require_triton
+from llmbuild.builder.targets.tensorrt.built_plan import (
+    BuiltPlan,
+    add_profiles,
+    shapes_of,
+    tensors_of,
+)
 from llmbuild.builder.targets.tensorrt.limits import ActivationDtype
 from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
 from llmbuild.builder.targets.tensorrt.paged_profiles import paged_profiles
@@ -14,9 +20,11 @@ from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
 from llmbuild.errors import BuildError
 from llmbuild.runtime.tensorrt_log import CollectedLog
 
-_FIRST_MAJOR = 11  # 10.14 breaks such plugins, and the releases around it have not been looked at
+_FIRST_MAJOR = 11
 _INSTALL = (
-    "install TensorRT 11 or newer: `pip install '.[build,tensorrt]'` in llmbuild's checkout has it"
+    "install TensorRT 11 or newer: `pip install '.[build,tensorrt]'` in llmbuild's checkout has it "
+    "(tensorrt-cu13, of 11.1 or newer; 10.14 breaks plugins that are compiled ahead of time, and "
+    "other releases before 11 are untried)"
 )
 
 
@@ -27,7 +35,7 @@ def build_paged_plan(
     activations: ActivationDtype,
     read: ReadTensor,
     timing_cache: Path | None = None,
-) -> bytes:
+) -> BuiltPlan:
     """The plan of a step graph that went through the passes, for one compute capability: that of
     `limits`, which the GPU at hand must have.
 
@@ -50,15 +58,16 @@ def build_paged_plan(
         raise BuildError(f"{error}: {log.text()}" if log.errors else str(error)) from error
     registry.compile(lowering.plugins.values())
     settings = builder.create_builder_config()
-    _add_profiles(builder, settings, lowering.inputs, limits)
+    add_profiles(builder, settings, paged_profiles(shapes_of(lowering.inputs), limits))
     if timing_cache is not None:
         _load(settings, timing_cache)
     plan = builder.build_serialized_network(network, settings)
     if plan is None:
         raise BuildError(f"TensorRT can't build the plan: {log.text()}")
     if timing_cache is not None:
+        timing_cache.parent.mkdir(parents=True, exist_ok=True)
         timing_cache.write_bytes(bytes(settings.get_timing_cache().serialize()))
-    return bytes(plan)
+    return BuiltPlan(bytes(plan), tensors_of(trt, network))
 
 
 def installed_tensorrt() -> tuple[Any, Any]:
@@ -72,15 +81,6 @@ def installed_tensorrt() -> tuple[Any, Any]:
     if int(version.partition(".")[0]) < _FIRST_MAJOR:
         raise BuildError(f"the tensorrt target can't use TensorRT {version}; {_INSTALL}")
     return tensorrt, tensorrt.plugin
-
-
-def _add_profiles(builder: Any, settings: Any, inputs: dict[str, Any], limits: PagedLimits) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-    for ranges in paged_profiles(shapes, limits):
-        profile = builder.create_optimization_profile()
-        for name, sizes in ranges.items():
-            profile.set_shape(name, sizes.least, sizes.best, sizes.most)
-        settings.add_optimization_profile(profile)
 
 
 def _load(settings: Any, timing_cache: Path) -> None:
