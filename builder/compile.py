@@ -30,7 +30,7 @@ from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.read_precision import read_precision
 from llmbuild.builder.verify import verify_engine
 from llmbuild.errors import RecipeError
-from llmbuild.runtime.target import TENSORRT_RTX
+from llmbuild.runtime.target import CPU
 
 
 def compile(
@@ -82,11 +82,11 @@ def _compile(
     recipe_path = Path(recipe_path)
     base_dir = recipe_path.parent
     recipe = load_recipe(recipe_path, overrides)
-    if recipe.target.kind == TENSORRT_RTX:
+    if recipe.target.kind != CPU:
         if rank is not None:
             raise RecipeError(
-                f"--rank {rank}: leave it out, {TENSORRT_RTX} builds the plans of all ranks in one "
-                "call"
+                f"--rank {rank}: leave it out, {recipe.target.kind} builds the plans of all ranks "
+                "in one call"
             )
         return compile_plans(recipe, base_dir, out, dump_dir, progress)
     if rank is not None:

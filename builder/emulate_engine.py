@@ -1,5 +1,5 @@
-"""Run an engine of TensorRT for RTX without a GPU: the networks that its plans were built of, made
-again from its recipe, on the steps that it carries."""
+"""Run an engine of plans without a GPU: the networks that its plans were built of, made again from
+its recipe, on the steps that it carries."""
 
 import json
 import tempfile
@@ -9,16 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbuild.builder.assemble import begin_manifest, make_graphs
-from llmbuild.builder.compile_plans import activations_of, plan_limits
 from llmbuild.builder.open_model import open_model
+from llmbuild.builder.paged_plans import emulate_blocks
 from llmbuild.builder.prepare import prepare
 from llmbuild.builder.recipe.recipe import load_recipe
+from llmbuild.builder.rtx_plans import emulate_rtx
 from llmbuild.builder.sources.progress import Progress
 from llmbuild.builder.stages import Stages
-from llmbuild.builder.verify_plans import emulate_steps
 from llmbuild.errors import EngineError
 from llmbuild.runtime.manifest import Manifest, encode
 from llmbuild.runtime.replay import VerificationSteps
+from llmbuild.runtime.target import TensorrtTarget
 
 # What follows from the recipe and its model alone.
 _OF_THE_RECIPE = ("model", "precision", "quantised", "limits", "buckets", "kv", "parallel")
@@ -50,10 +51,10 @@ def emulate_engine(
             *(prepared.kv_scales, folder, stages),
         )
     with stages.stage("emulate"):
-        return emulate_steps(
-            *(graphs, plan_limits(resolved), activations_of(resolved), steps.batches),
-            *(steps.num_blocks - 1, resolved.buckets),
-        )
+        if isinstance(manifest.target, TensorrtTarget):
+            (graph,) = graphs
+            return emulate_blocks(graph, resolved, manifest.target.capability, steps)
+        return emulate_rtx(graphs, resolved, steps)
 
 
 def _check_same(expected: Manifest, manifest: Manifest) -> None:

@@ -25,7 +25,7 @@ from llmbuild.quant.plan import (
 )
 from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime.manifest import KVLayer, KVLayout
-from llmbuild.runtime.target import CPU
+from llmbuild.runtime.target import CPU, TENSORRT_RTX
 
 Choice = TypeVar("Choice")
 
@@ -49,7 +49,7 @@ def plan_quantisation(
         Candidate(name, step.weights[name].shape, weights.stored_grid(name), name not in linears)
         for name in dict.fromkeys([*linears, *tables])
     ]
-    widest = WIDEST_ACTIVATION_GROUP if target == CPU else None
+    widest = None if target == TENSORRT_RTX else WIDEST_ACTIVATION_GROUP
     plan = make_plan(rules, candidates, widest)
     shared = [name for name in tables if name in linears and name in plan.methods]
     return _with_own_head(plan, weights.stored_grid(shared[0])) if shared else plan

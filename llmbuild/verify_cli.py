@@ -1,5 +1,6 @@
 """`llmbuild verify`."""
 
+import os
 from pathlib import Path
 
 import click
@@ -12,9 +13,9 @@ from llmbuild.errors import EngineError, SourceError, UserError
 @click.option(
     "--emulate",
     is_flag=True,
-    help="For an engine of tensorrt-rtx, without a GPU: run on the CPU the networks that its plans "
-    "were built of. They are made again from the engine's recipe, whose model has to be there; a "
-    "relative path is looked up from the current folder.",
+    help="For an engine of tensorrt or tensorrt-rtx, without a GPU: run on the CPU the networks "
+    "that its plans were built of. They are made again from the engine's recipe, whose model has "
+    "to be there; a relative path is looked up from the current folder.",
 )
 def verify_command(engine_dir: Path, emulate: bool) -> None:
     """Check an engine's files and results on this machine.
@@ -34,6 +35,7 @@ def verify_command(engine_dir: Path, emulate: bool) -> None:
         check_files(engine_dir, manifest)
         check_plans(engine_dir, manifest)
         click.echo(f"{len(manifest.files)} files are as published; emulated, not run on a GPU")
+        os.environ["TRITON_INTERPRET"] = "1"  # plugins; read when Triton is imported, with torch
         from llmbuild.builder.emulate_engine import emulate_engine
         from llmbuild.builder.sources.progress import stderr_progress
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmbuild import LLM
-from llmbuild.builder import compile_plans
+from llmbuild.builder import rtx_plans
 from llmbuild.builder.compile import compile, compile_rank
 from llmbuild.errors import BuildError, EngineError, InternalError, RecipeError
 from llmbuild.runtime import engine as engine_module
@@ -21,7 +21,7 @@ from llmbuild.runtime.manifest import read_manifest
 from llmbuild.runtime.plan_header import read_plan_header
 from llmbuild.verify_cli import verify_command
 
-VERSION = compile_plans.installed_tensorrt_rtx().__version__
+VERSION = rtx_plans.installed_tensorrt_rtx().__version__
 TEXT = "".join(f"{n * n} is the square of {n}. " for n in range(99))
 SCHEMES = {
     "fp16": (),
@@ -261,7 +261,7 @@ def test_slots_that_would_not_be_aligned_are_refused(
 def on_ada(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of compute capability 8.9 and the version that builds here."""
     monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
-    monkeypatch.setattr(engine_module, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(engine_module, "rtx_version", lambda: VERSION)
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ def test_another_gpu_is_refused(compiled: Compiled, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("on_ada")
 def test_another_version_is_refused(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "installed_version", lambda: "1.6.0.9")
+    monkeypatch.setattr(engine_module, "rtx_version", lambda: "1.6.0.9")
     with pytest.raises(EngineError, match=r"and 1\.6\.0\.9 is installed"):
         open_engine(compiled())
 

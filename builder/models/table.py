@@ -10,7 +10,7 @@ from types import ModuleType
 from llmbuild.builder.checkpoint.gguf_architectures import ARCHITECTURES
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.families import FAMILIES, Family
-from llmbuild.runtime.target import CPU, TENSORRT_RTX
+from llmbuild.runtime.target import CPU, TENSORRT, TENSORRT_RTX
 
 # Fields of the config record that are features, as a reader of the table knows them.
 FEATURES = {
@@ -35,8 +35,9 @@ FEATURES = {
     "rope_interleaved": "interleaved RoPE",
     "windows": "sliding windows",
 }
-# Features of the decoder. Windows are none of these: shorter sequences than a window don't need it.
-RTX_LACKS = {"attention_soft_cap", "moe"}
+# Features of the decoder that a target lacks. Windows are none of tensorrt-rtx: sequences that are
+# shorter don't need them.
+LACKS = {CPU: set[str](), TENSORRT: {"moe"}, TENSORRT_RTX: {"attention_soft_cap", "moe"}}
 _SHARED = "common"  # the module of what every family reads; its keywords are no one's feature
 _PACKAGE = "llmbuild.builder.models.families"
 
@@ -44,7 +45,7 @@ _PACKAGE = "llmbuild.builder.models.families"
 def rows() -> list[tuple[str, str, str, str, str]]:
     """For each family: its name, what it covers, its features, the formats it is read from, the
     targets it compiles for. Every family is one decoder, so `cpu` has all; a feature in
-    RTX_LACKS may be one that only some of a family's models have, so the family is left out."""
+    LACKS may be one that only some of a family's models have, so the target is left out."""
     from_gguf = {kind.model_type for kinds in ARCHITECTURES.values() for kind in kinds}
     return [
         (
@@ -59,7 +60,7 @@ def rows() -> list[tuple[str, str, str, str, str]]:
 
 
 def _targets(family: Family) -> str:
-    return CPU if RTX_LACKS & {*features(family)} else f"{CPU}, {TENSORRT_RTX}"
+    return ", ".join(kind for kind, lacks in LACKS.items() if not lacks & {*features(family)})
 
 
 def features(family: Family) -> list[str]:

@@ -9,7 +9,8 @@ from llmbuild.builder.recipe.section import Section, listed
 
 KVDtype = Literal["fp32", "bf16", "fp16", "int8", "int8-static", "int4"]
 _BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "int4": 4}
-MAX_CPU_BLOCK_SIZE = 256
+MAX_BLOCK_SIZE = 256
+TENSORRT_DTYPES = ("fp16", "int8", "int8-static", "int4")
 _DTYPES = "fp32, bf16, int8, int8-static or int4"
 
 
@@ -23,7 +24,7 @@ class KVOverride(Section):
 class KVCache(Section):
     dtype: KVDtype | None = Field(default=None, description=_DTYPES)
     block_size: int | None = Field(
-        default=None, ge=1, description=f"an integer from 1 to {MAX_CPU_BLOCK_SIZE}"
+        default=None, ge=1, description=f"an integer from 1 to {MAX_BLOCK_SIZE}"
     )
     overrides: Annotated[tuple[KVOverride, ...], BeforeValidator(listed)] = Field(
         default=(),
@@ -34,16 +35,19 @@ class KVCache(Section):
     @property
     def bits(self) -> int:
         """Of an item, the fewest that are asked for; 16 where nothing is rounded to integers."""
-        dtypes = {self.dtype, *(override.dtype for override in self.overrides)}
-        return min(_BITS.get(dtype, 16) for dtype in dtypes)
+        return min(_BITS.get(dtype, 16) for dtype in self._dtypes)
 
     def check_fits_cpu(self) -> None:
         """Raises a problem, for a recipe's validator, of what the cpu target hasn't."""
-        if "fp16" in {self.dtype, *(override.dtype for override in self.overrides)}:
+        if "fp16" in self._dtypes:
             raise problem(f"cpu has {_DTYPES}", loc=("kv_cache", "dtype"))
-        if self.block_size and self.block_size > MAX_CPU_BLOCK_SIZE:
-            text = f"allowed: an integer from 1 to {MAX_CPU_BLOCK_SIZE}"
-            raise problem(text, loc=("kv_cache", "block_size"))
+        self._check_block_size()
+
+    def check_fits_tensorrt(self) -> None:
+        """The same of tensorrt, whose KV cache is what its kernels read and write."""
+        if not self._dtypes - {None} <= {*TENSORRT_DTYPES}:
+            raise problem(f"tensorrt has {', '.join(TENSORRT_DTYPES)}", loc=("kv_cache", "dtype"))
+        self._check_block_size()
 
     def check_fits_rtx(self, precision: str, max_sequence_length: int | None) -> None:
         """The same of tensorrt-rtx, whose KV cache is linear: a block is a whole sequence."""
@@ -55,6 +59,15 @@ class KVCache(Section):
             raise problem(text, loc=("kv_cache", "overrides"))
         if self.block_size is not None and self.block_size != max_sequence_length:
             text = "leave it out: tensorrt-rtx has one block a sequence, as long as that may get"
+            raise problem(text, loc=("kv_cache", "block_size"))
+
+    @property
+    def _dtypes(self) -> set[str | None]:
+        return {self.dtype, *(override.dtype for override in self.overrides)}
+
+    def _check_block_size(self) -> None:
+        if self.block_size and self.block_size > MAX_BLOCK_SIZE:
+            text = f"allowed: an integer from 1 to {MAX_BLOCK_SIZE}"
             raise problem(text, loc=("kv_cache", "block_size"))
 
     def resolved(self, dtype: str, block_size: int) -> dict[str, Any]:

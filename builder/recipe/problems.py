@@ -12,7 +12,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 # Known, and refused until they are built.
 UNSUPPORTED_VALUES: dict[str, set[object]] = {
-    "target.kind": {"tensorrt"},
     "precision": {"int8", "int4", "fp8"},
     "kv_cache.dtype": {"fp8"},
 }

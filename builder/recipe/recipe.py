@@ -32,20 +32,20 @@ from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
 from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime import manifest
-from llmbuild.runtime.target import CPU, TENSORRT_RTX
+from llmbuild.runtime.target import CPU, TENSORRT, TENSORRT_RTX
 
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_MAX_SEQUENCES = 32
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUCKETS = (1, 2, 4, 8)
-DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 3e-2}
 
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
 DEFAULT_INT4_KV_TOLERANCE = 2e-1
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
-# Activations of a GPU are rounded after every layer, and where they are int8 one scale is for all
-# columns, so that a code is a larger step.
+# Activations of a GPU are rounded after every layer, and where they are int8 on tensorrt-rtx one
+# scale is for all columns, so that a code is a larger step.
 DEFAULT_RTX_TOLERANCE = {"fp16": 3e-2, "bf16": 1.5e-1}
 DEFAULT_RTX_INT8_TOLERANCE = 2e-1
 
@@ -149,9 +149,12 @@ class Recipe(Section):
     model: Model
     target: Annotated[Target, BeforeValidator(_target)] = Field(
         default=Target(),
-        description="cpu, tensorrt-rtx, or a mapping with the keys kind, isa, capabilities",
+        description="cpu, tensorrt, tensorrt-rtx, or a mapping with the keys kind, isa, "
+        "capabilities",
     )
-    precision: Precision = Field(description="fp32 or bf16 for cpu, fp16 or bf16 for tensorrt-rtx")
+    precision: Precision = Field(
+        description="fp32 or bf16 for cpu, fp16 for tensorrt, fp16 or bf16 for tensorrt-rtx"
+    )
     quantisation: Annotated[Quantisation, BeforeValidator(_scheme)] = Field(
         default=Quantisation(),
         description=f"a scheme ({UNQUANTISED}, {', '.join(SCHEMES)}), or a mapping with the keys "
@@ -194,6 +197,14 @@ class Recipe(Section):
                     raise problem(f"on {TENSORRT_RTX} {lack}")
         return quantisation
 
+    @field_validator("parallel")
+    @classmethod
+    def _target_has_ranks(cls, parallel: Parallel, info: ValidationInfo) -> Parallel:
+        target: Target | None = info.data.get("target")
+        if target and target.kind == TENSORRT and parallel != Parallel():
+            raise problem(f"leave it out: {TENSORRT} has one rank yet")
+        return parallel
+
     @field_validator("kv_cache")
     @classmethod
     def _target_has_the_kv_cache(cls, kv_cache: KVCache, info: ValidationInfo) -> KVCache:
@@ -204,6 +215,8 @@ class Recipe(Section):
             return kv_cache
         if target.kind == CPU:
             kv_cache.check_fits_cpu()
+        elif target.kind == TENSORRT:
+            kv_cache.check_fits_tensorrt()
         else:
             kv_cache.check_fits_rtx(precision, limits.max_sequence_length)
         return kv_cache
@@ -295,7 +308,8 @@ class Recipe(Section):
         content = self.model_dump()
         content["limits"] |= {"max_sequence_length": length, "max_sequences": max_sequences}
         content["target"] = self.target.resolved()
-        block_size = min(DEFAULT_BLOCK_SIZE, length) if self.target.kind == CPU else length
+        is_linear = self.target.kind == TENSORRT_RTX
+        block_size = length if is_linear else min(DEFAULT_BLOCK_SIZE, length)
         content["kv_cache"] = self.kv_cache.resolved(self.precision, block_size)
         content["buckets"] = self.buckets or tuple(
             bucket for bucket in DEFAULT_BUCKETS if bucket <= max_sequences

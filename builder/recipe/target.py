@@ -7,16 +7,23 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from llmbuild.builder.recipe.problems import problem
 from llmbuild.builder.recipe.quantisation import ROW, Precisions
 from llmbuild.builder.recipe.section import Section, listed
+from llmbuild.builder.targets.gpu.capabilities import CAPABILITIES as KERNELS
 from llmbuild.runtime.isa import LEVELS
 from llmbuild.runtime.plan_header import CAPABILITY_BITS
-from llmbuild.runtime.target import CPU, TENSORRT_RTX
+from llmbuild.runtime.target import CPU, TENSORRT, TENSORRT_RTX
 
-NATIVE = "native"  # the best level of the machine that builds
-CAPABILITIES = tuple(CAPABILITY_BITS)
-DEFAULT_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
+NATIVE = "native"  # the best level, or the GPU, of the machine that builds
 
-# By target. Of tensorrt-rtx, what native layers and its kernels have.
-PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT_RTX: ("fp16", "bf16")}
+# By target. TensorRT builds for the GPU at hand alone, with the kernels that we have.
+CAPABILITIES = {
+    TENSORRT: (NATIVE, *(f"{sm // 10}.{sm % 10}" for sm in KERNELS)),
+    TENSORRT_RTX: tuple(CAPABILITY_BITS),
+}
+DEFAULT_CAPABILITIES = {TENSORRT: (NATIVE,), TENSORRT_RTX: ("8.0", "8.6", "8.9", "12.0")}
+
+# By target. Of tensorrt, what its kernels have and Triton's interpreter, by which builds are
+# proven, gets right; of tensorrt-rtx, what native layers and its kernels have.
+PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT: ("fp16",), TENSORRT_RTX: ("fp16", "bf16")}
 RTX_SCHEMES = ("none", "w4a16", "w8a16", "w8a8-static")
 INT4_GROUP_SIZES = range(32, 193, 32)  # wider ones build no fused kernel
 
@@ -34,14 +41,17 @@ def _capabilities(value: Any) -> Any:
 
 
 class Target(Section):
-    kind: Literal["cpu", "tensorrt-rtx"] = Field(default="cpu", description="cpu or tensorrt-rtx")
+    kind: Literal["cpu", "tensorrt", "tensorrt-rtx"] = Field(
+        default="cpu", description="cpu, tensorrt or tensorrt-rtx"
+    )
     isa: Annotated[tuple[str, ...] | None, BeforeValidator(_levels)] = Field(
         default=None,
         description=f"{NATIVE}, a level, or a list of levels: {', '.join(LEVELS)}",
     )
     capabilities: Annotated[tuple[str, ...] | None, BeforeValidator(_capabilities)] = Field(
         default=None,
-        description=f"a compute capability or a list of them: {', '.join(CAPABILITIES)}",
+        description="a compute capability or a list of them, such as 8.9; of tensorrt one, or "
+        f"{NATIVE}",
     )
 
     @field_validator("isa")
@@ -51,7 +61,7 @@ class Target(Section):
     ) -> tuple[str, ...] | None:
         if levels is None:
             return None
-        _refuse_unless(CPU, info)
+        _refuse_unless((CPU,), info)
         if levels == (NATIVE,):
             return levels
         if not levels or not set(levels) <= LEVELS.keys():
@@ -69,12 +79,18 @@ class Target(Section):
     ) -> tuple[str, ...] | None:
         if capabilities is None:
             return None
-        _refuse_unless(TENSORRT_RTX, info)
-        if not capabilities or not set(capabilities) <= {*CAPABILITIES}:
-            raise ValueError("no capabilities")
+        _refuse_unless(tuple(CAPABILITIES), info)
+        kind = info.data.get("kind")
+        if kind is None:
+            return capabilities
+        known = CAPABILITIES[kind]
+        if not capabilities or not set(capabilities) <= {*known}:
+            raise problem(f"{kind} has {', '.join(known)}")
         if len(set(capabilities)) < len(capabilities):
             raise problem("each compute capability may stand once")
-        return tuple(sorted(capabilities, key=CAPABILITIES.index))
+        if kind == TENSORRT and len(capabilities) > 1:
+            raise problem(f"give one: a plan of {TENSORRT} is for the GPU that it is built on")
+        return tuple(sorted(capabilities, key=known.index))
 
     def resolved(self) -> dict[str, Any]:
         """As written, with the defaults of its kind filled."""
@@ -82,7 +98,7 @@ class Target(Section):
         if self.kind == CPU:
             content.setdefault("isa", (NATIVE,))
         else:
-            content.setdefault("capabilities", DEFAULT_CAPABILITIES)
+            content.setdefault("capabilities", DEFAULT_CAPABILITIES[self.kind])
         return content
 
 
@@ -103,7 +119,7 @@ def rtx_lack(chosen: Precisions, precision: str | None) -> str | None:
     return None
 
 
-def _refuse_unless(kind: str, info: ValidationInfo) -> None:
+def _refuse_unless(kinds: tuple[str, ...], info: ValidationInfo) -> None:
     given = info.data.get("kind")
-    if given is not None and given != kind:
-        raise problem(f"leave it out: it is for target {kind}, and this is {given}")
+    if given is not None and given not in kinds:
+        raise problem(f"leave it out: it is for target {' and '.join(kinds)}, and this is {given}")

@@ -12,21 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.executors.execution import Execution, Int32Array
 from llmbuild.runtime.manifest import SCRATCH_BLOCK
-
-Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Execution:
-    """One run of a plan on slots [first_slot, first_slot + B), each with L tokens. `inputs`: int32,
-    by the plan's names; caches are not among them. results: which rows of the step's logits the
-    first rows of the plan's are; what follows these is padding, for a plan has one row at least."""
+class SlotExecution(Execution):
+    """Of slots [first_slot, first_slot + B), each with L tokens."""
 
     first_slot: int
-    is_decode: bool
-    inputs: dict[str, Int32Array]
-    results: Int32Array
 
     @property
     def num_slots(self) -> int:
@@ -49,7 +43,7 @@ class LinearSlots:
         self._max_rows = max_rows
         self._buckets = [size for size in buckets if size <= num_slots] or [1]
 
-    def executions(self, batch: StepBatch) -> list[Execution]:
+    def executions(self, batch: StepBatch) -> list[SlotExecution]:
         """Of one step. They are taken to be done: the slots hold the step's tokens then."""
         slots = batch.block_tables[:, 0] - SCRATCH_BLOCK - 1  # padding's is -1
         counts = np.diff(batch.query_start)
@@ -65,7 +59,7 @@ class LinearSlots:
             made.append(self._decode(batch, group, slots))
         return made
 
-    def _prefill(self, batch: StepBatch, sequence: int, slot: int) -> Iterator[Execution]:
+    def _prefill(self, batch: StepBatch, sequence: int, slot: int) -> Iterator[SlotExecution]:
         begin, end = batch.query_start[sequence : sequence + 2].tolist()
         rows = np.flatnonzero((batch.logit_rows >= begin) & (batch.logit_rows < end))
         rows = rows[np.argsort(batch.logit_rows[rows], kind="stable")]
@@ -91,7 +85,7 @@ class LinearSlots:
         if group:
             yield group
 
-    def _decode(self, batch: StepBatch, group: list[int], slots: Int32Array) -> Execution:
+    def _decode(self, batch: StepBatch, group: list[int], slots: Int32Array) -> SlotExecution:
         """Slots between those of the group, and up to the bucket, are run with a token that is
         written behind what they hold, where the next one that counts will be written. (One that is
         full loses its last token; its sequence has ended.)"""
@@ -117,7 +111,7 @@ def _execution(
     write_indices: Int32Array,
     logit_rows: Int32Array,
     results: NDArray[np.intp],
-) -> Execution:
+) -> SlotExecution:
     length = token_ids.shape[1]
     rows = logit_rows if len(logit_rows) else np.zeros(1, np.int32)
     inputs = {
@@ -127,9 +121,9 @@ def _execution(
         "kv_lengths": write_indices + length,
         "logit_rows": rows,
     }
-    return Execution(
-        first_slot,
+    return SlotExecution(
         length == 1,
         {name: np.ascontiguousarray(values, np.int32) for name, values in inputs.items()},
         results.astype(np.int32),
+        first_slot,
     )

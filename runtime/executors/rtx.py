@@ -12,7 +12,7 @@ from llmbuild.errors import UserError
 from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cuda import Cuda, CudaError
-from llmbuild.runtime.executors.linear_kv import Execution, LinearSlots
+from llmbuild.runtime.executors.linear_kv import LinearSlots, SlotExecution
 from llmbuild.runtime.executors.rtx_graphs import DecodeGraphs, GraphCounts, run_once
 from llmbuild.runtime.executors.rtx_memory import PlanMemory
 from llmbuild.runtime.executors.rtx_plan import CONTEXT, DECODE, Plan, PlanContext
@@ -100,13 +100,13 @@ class RtxExecutor:
         if hasattr(self, "_close"):
             self.close()
 
-    def _executions(self, batch: StepBatch) -> list[Execution]:
+    def _executions(self, batch: StepBatch) -> list[SlotExecution]:
         assert self._context is not None, "the executor is closed"
         if self._process != os.getpid():
             raise UserError("the engine was opened before this process was forked; open it here")
         return self._slots.executions(batch)
 
-    def _run(self, execution: Execution) -> NDArray[np.float32]:
+    def _run(self, execution: SlotExecution) -> NDArray[np.float32]:
         """The logits of the execution's results, [rows, vocab], as they stand until the next."""
         placed = self._memory.place(execution)
         if execution.is_decode:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmbuild.errors import EngineError
 from llmbuild.runtime.executors.cuda import Cuda
-from llmbuild.runtime.executors.linear_kv import Execution
+from llmbuild.runtime.executors.linear_kv import SlotExecution
 from llmbuild.runtime.executors.rtx_plan import CONTEXT, DECODE
 from llmbuild.runtime.manifest import Manifest
 from llmbuild.runtime.target import ALIGNMENT_BYTES, PlanTensor
@@ -76,7 +76,7 @@ class PlanMemory:
         meet the next sequence's tokens, as what is masked is multiplied by 0."""
         self._cuda.clear(self._cache_base, self.kv_bytes)
 
-    def place(self, execution: Execution) -> Placed:
+    def place(self, execution: SlotExecution) -> Placed:
         """Write an execution's inputs. Nothing that reads those of the last one may run."""
         inputs, first = execution.inputs, execution.first_slot
         if execution.is_decode:  # always as many rows: a graph's shapes are those of its bucket

@@ -28,19 +28,20 @@ def test_every_family_is_listed_once_with_what_it_covers() -> None:
     listed = rows()
     assert [row[0] for row in listed] == sorted(family.name for family in FAMILIES)
     for name, covers, named, formats, targets in listed:
-        assert targets in ("cpu", "cpu, tensorrt-rtx")
+        assert targets in ("cpu", "cpu, tensorrt", "cpu, tensorrt, tensorrt-rtx")
         assert covers, name
         assert named, name
         assert formats in ("safetensors", "safetensors, GGUF")
 
 
-def test_families_that_tensorrt_for_rtx_can_not_express_are_for_the_cpu_alone() -> None:
+def test_families_that_a_gpus_target_can_not_express_are_not_for_it() -> None:
     """The others are lowered in tests/builder/targets/tensorrt."""
     targets = {name: targets for name, _, _, _, targets in rows()}
-    for name in ("gemma2", "mixtral", "olmoe", "qwen3_moe"):
+    for name in ("mixtral", "olmoe", "qwen3_moe"):
         assert targets[name] == "cpu"
+    assert targets["gemma2"] == "cpu, tensorrt"
     for name in ("llama", "gemma", "gpt2", "qwen3"):
-        assert targets[name] == "cpu, tensorrt-rtx"
+        assert targets[name] == "cpu, tensorrt, tensorrt-rtx"
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -52,6 +52,7 @@ def problems(folder: Path, content: object, *overrides: str) -> list[str]:
 
 
 RTX: dict[str, Any] = {"target": "tensorrt-rtx", "precision": "fp16"}
+TENSORRT: dict[str, Any] = {"target": "tensorrt", "precision": "fp16"}
 
 BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "version missing": ({"version": None}, "version", ["missing", "1"]),
@@ -168,15 +169,31 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "gate of nothing": ({"gate": {}}, "gate", ["give perplexity, compare or retrieval"]),
     "no rank": ({"parallel": {"tp": 0}}, "parallel.tp", ["given 0", "from 1 to the model's"]),
     "half a stage": ({"parallel": {"pp": 1.5}}, "parallel.pp", ["given 1.5", "from 1 to"]),
-    "unsupported target": (
-        {"target": "tensorrt"},
-        "target",
-        ["given tensorrt", "not yet supported", "cpu"],
+    "two capabilities of a plan with kernels": (
+        TENSORRT | {"target": {"kind": "tensorrt", "capabilities": [8.9, 9.0]}},
+        "target.capabilities",
+        ["give one", "the GPU that it is built on"],
     ),
-    "unsupported target in a mapping": (
-        {"target": {"kind": "tensorrt"}},
-        "target.kind",
-        ["given tensorrt", "not yet supported", "cpu"],
+    "capability that no kernel is for": (
+        TENSORRT | {"target": {"kind": "tensorrt", "capabilities": 7.5}},
+        "target.capabilities",
+        ["given 7.5", "tensorrt has native, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0"],
+    ),
+    "bf16 that the interpreter gets wrong": (
+        TENSORRT | {"precision": "bf16"},
+        "precision",
+        ["given bf16", "tensorrt has fp16"],
+    ),
+    "KV that no kernel reads": (
+        TENSORRT | {"kv_cache": {"dtype": "fp32"}},
+        "kv_cache.dtype",
+        ["given fp32", "tensorrt has fp16, int8, int8-static, int4"],
+    ),
+    "ranks of tensorrt": (TENSORRT | {"parallel": {"tp": 2}}, "parallel", ["one rank yet"]),
+    "gate of tensorrt": (
+        TENSORRT | {"gate": {"perplexity": {"text": "t", "max_increase": 0.1}}},
+        "gate",
+        ["leave it out"],
     ),
     "capabilities of cpu": (
         {"target": {"kind": "cpu", "capabilities": [8.9]}},
@@ -697,6 +714,17 @@ def test_recipe_for_a_gpu_resolves_to_itself(tmp_path: Path) -> None:
     assert resolved.target.isa is None
     assert resolved.target.capabilities == ("8.0", "8.6", "8.9", "12.0")
     assert (resolved.kv_cache.dtype, resolved.kv_cache.block_size) == ("fp16", 70)
+    again = tmp_path / "again.yaml"
+    again.write_text(effective_yaml(resolved))
+    assert load_recipe(again).resolve(1000) == resolved
+
+
+def test_recipe_for_the_gpu_at_hand_resolves_to_itself(tmp_path: Path) -> None:
+    recipe = changed(TENSORRT | {"kv_cache": {"dtype": "int8"}})
+    resolved = resolve(tmp_path, recipe, "limits.max_sequence_length=70")
+    assert (resolved.target.isa, resolved.target.capabilities) == (None, ("native",))
+    assert (resolved.kv_cache.dtype, resolved.kv_cache.block_size) == ("int8", 16)
+    assert resolved.verify.tolerance == 0.05
     again = tmp_path / "again.yaml"
     again.write_text(effective_yaml(resolved))
     assert load_recipe(again).resolve(1000) == resolved

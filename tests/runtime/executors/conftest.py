@@ -13,7 +13,7 @@ from fake_cuda import FakeCuda
 from fake_tensorrt import FakeTensorRT
 from rtx_harness import NUM_BLOCKS, Compiled
 
-from llmbuild.builder import compile_plans
+from llmbuild.builder import rtx_plans
 from llmbuild.builder.compile import compile
 from llmbuild.builder.targets.tensorrt.emulation.emulate import emulate
 from llmbuild.runtime import engine as engine_module
@@ -33,7 +33,7 @@ def compile_as(
     lines = recipe.read_text().splitlines()
     lines = [line for line in lines if not line.startswith("kv_cache")]
     recipe.write_text("\n".join([*lines, "target: {kind: tensorrt-rtx, capabilities: [8.9]}"]))
-    build_plan = compile_plans.build_plan
+    build_plan = rtx_plans.build_plan
 
     def build(precision: str) -> Compiled:
         made: list[Any] = []
@@ -44,7 +44,7 @@ def compile_as(
             return build_plan(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compile_plans, "build_plan", recording)
+            patch.setattr(rtx_plans, "build_plan", recording)
             root = compile(recipe, folder / precision, [f"precision={precision}"])
         step, _, limits, _, read, _, emulated = made
         return Compiled(root, emulated, step, read, limits)
@@ -64,9 +64,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Compiled
     def put(compiled: Compiled) -> FakeTensorRT:
         gpu = FakeCuda()
         made = FakeTensorRT(gpu, compiled.emulated, compiled.limits)
-        version = compile_plans.installed_tensorrt_rtx().__version__
+        version = rtx_plans.installed_tensorrt_rtx().__version__
         monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
-        monkeypatch.setattr(engine_module, "installed_version", lambda: version)
+        monkeypatch.setattr(engine_module, "rtx_version", lambda: version)
         monkeypatch.setattr(cuda, "load_bindings", lambda: gpu)
         monkeypatch.setattr(rtx_plan, "load_tensorrt", lambda: made)
         monkeypatch.setenv("LLMBUILD_CACHE", str(tmp_path / "cache"))

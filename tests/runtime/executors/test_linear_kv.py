@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmbuild.runtime.batch import ARRAYS, StepBatch
 from llmbuild.runtime.bucket import pad_to_bucket
-from llmbuild.runtime.executors.linear_kv import Execution, LinearSlots
+from llmbuild.runtime.executors.linear_kv import LinearSlots, SlotExecution
 
 CAPACITY = 11
 NUM_SLOTS = 6
@@ -44,7 +44,7 @@ class Device:
         self.max_rows = max_rows
         self.caches = np.full((NUM_SLOTS, CAPACITY), -1)
 
-    def run(self, execution: Execution) -> list[list[int]]:
+    def run(self, execution: SlotExecution) -> list[list[int]]:
         inputs = execution.inputs
         for name, array in inputs.items():
             assert array.dtype == np.int32, name

@@ -21,7 +21,7 @@ from llmbuild.builder.targets.tensorrt.limits import (
     updated_name,
 )
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.executors.linear_kv import Execution
+from llmbuild.runtime.executors.linear_kv import SlotExecution
 
 _CACHE_DTYPES = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -57,7 +57,7 @@ class EmulatedRanks:
                 }
             )
 
-    def step(self, batch: StepBatch, executions: Sequence[Execution]) -> NDArray[np.float32]:
+    def step(self, batch: StepBatch, executions: Sequence[SlotExecution]) -> NDArray[np.float32]:
         """Logits of a step, [R, vocab]."""
         vocab_size = 0
         parts: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
@@ -70,7 +70,7 @@ class EmulatedRanks:
             result[rows] = logits
         return result
 
-    def _execute(self, execution: Execution) -> NDArray[np.float32]:
+    def _execute(self, execution: SlotExecution) -> NDArray[np.float32]:
         hidden: NDArray[Any] | None = None
         for ranks in self._stages:
             with ThreadPoolExecutor(len(ranks)) as pool:
@@ -80,7 +80,7 @@ class EmulatedRanks:
             hidden = outputs[0][NEXT_HIDDEN]
         raise AssertionError("no stage makes logits")
 
-    def _run(self, rank: int, execution: Execution, hidden: NDArray[Any] | None) -> Caches:
+    def _run(self, rank: int, execution: SlotExecution, hidden: NDArray[Any] | None) -> Caches:
         first, end = execution.first_slot, execution.first_slot + execution.num_slots
         caches = self._caches[rank]
         feeds: Caches = {name: cache[first:end] for name, cache in caches.items()}

@@ -1,0 +1,217 @@
+"""`llmbuild compile` for tensorrt, with stand-ins for TensorRT, its GPU and the compiling of
+kernels; the network that the plan would be built of is run on the CPU, its plugins in Triton's
+interpreter, and held to the reference. TensorRT itself never met it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parent / "builder/targets/tensorrt"))
+
+from stand_in_plugin import StandInPlugin
+from stand_in_tensorrt import StandInTensorRT
+
+from llmbuild.builder import paged_plans
+from llmbuild.builder.compile import compile, compile_rank
+from llmbuild.builder.emulate_apart import emulate_apart
+from llmbuild.builder.emulate_engine import emulate_engine
+from llmbuild.builder.sources.progress import PlainProgress
+from llmbuild.builder.targets.tensorrt import build_paged
+from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
+from llmbuild.errors import BuildError, EngineError, InternalError, RecipeError
+from llmbuild.runtime import engine as engine_module
+from llmbuild.runtime.contradictions import pool_contradictions
+from llmbuild.runtime.engine import open_engine
+from llmbuild.runtime.inspect_cli import inspect
+from llmbuild.runtime.manifest import KVLayer, Manifest, read_manifest
+from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference
+from llmbuild.runtime.target import TensorrtTarget
+from llmbuild.verify_cli import verify_command
+
+INSTALLED = build_paged.installed_tensorrt
+VERSION = StandInTensorRT.__version__
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a row is padding
+
+
+def emulate_here(root: Path, manifest: Manifest, base_dir: Path) -> list[Any]:
+    """In this process, where Triton interprets already."""
+    steps = load_steps(root / STEPS_FILE)
+    return list(emulate_engine(root, manifest, steps, base_dir, PlainProgress()))
+
+
+@pytest.fixture(scope="module")
+def stand_ins() -> Iterator[StandInTensorRT]:
+    """A machine that has TensorRT and a GPU of compute capability 8.9, it seems."""
+    module = StandInTensorRT()
+    with pytest.MonkeyPatch.context() as patch:
+        for at in (build_paged, paged_plans):
+            patch.setattr(at, "installed_tensorrt", lambda: (module, StandInPlugin()))
+            patch.setattr(at, "require_triton", lambda: None)  # which interprets here
+        patch.setattr(paged_plans, "compute_capability", lambda: "8.9")
+        patch.setattr(paged_plans, "emulate_apart", emulate_here)
+        patch.setattr(PluginRegistry, "compile", lambda self, plugins: None)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, save_tiny_llama: Callable[..., Path]) -> Path:
+    folder = tmp_path_factory.mktemp("tensorrt")
+    sizes = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    path = save_tiny_llama(folder, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    text = path.read_text().replace("precision: fp32", "precision: fp16\ntarget: tensorrt")
+    path.write_text(text.replace("max_sequences: 8", "max_sequences: 3"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(stand_ins: StandInTensorRT, recipe: Path) -> Path:
+    return compile(recipe, recipe.parent / "engine", ["kv_cache.dtype=int8"])
+
+
+def test_an_engine_says_what_it_is_and_needs(compiled: Path) -> None:
+    manifest = read_manifest(compiled)
+    (rank,) = manifest.ranks
+    assert manifest.target == TensorrtTarget(version=VERSION, capability="8.9")
+    assert rank.executables == {"8.9": "rank0/engine.plan"}
+    assert (compiled / "rank0/engine.plan").read_bytes() == b"plan"
+    pools = [each.name for each in rank.plan_tensors if each.name.startswith("pool.")]
+    assert pools == ["pool.0.k_items", "pool.0.k_scales", "pool.0.v_items", "pool.0.v_scales"]
+    assert manifest.kv.block_size == 4
+
+
+def test_inspect_shows_it(compiled: Path) -> None:
+    done = CliRunner().invoke(inspect, [str(compiled)])
+    assert done.exit_code == 0, done.output
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    said = f"tensorrt {VERSION}: compute capability 8.9"
+    for line in (
+        f"target {said}",
+        f"plan rank0/engine.plan: 4 bytes, {said}",
+        "input block_tables int32 [S, B]",
+        "input pool.0.v_scales int64 [1]",
+        "output logits fp32 [R, 257]",
+    ):
+        assert line in lines
+
+
+def test_verify_emulates_it(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(compiled.parent)
+    done = CliRunner().invoke(verify_command, [str(compiled), "--emulate"])
+    assert done.exit_code == 0, done.output
+    assert "emulated, not run on a GPU" in done.output
+    assert "verified: at most" in done.output
+
+
+@pytest.mark.slow
+def test_the_emulated_run_has_a_process_of_its_own(compiled: Path) -> None:
+    """The one that builds compiles kernels, where Triton can't interpret any more."""
+    manifest, steps = read_manifest(compiled), load_steps(compiled / STEPS_FILE)
+    logits = emulate_apart(compiled, manifest, compiled.parent)
+    for got, want in zip(logits, steps.logits, strict=True):
+        assert relative_difference(got[:, steps.columns], want) <= steps.tolerance
+
+
+def test_a_network_that_diverges_is_not_published(
+    stand_ins: StandInTensorRT, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(root: Path, manifest: Manifest, base_dir: Path) -> list[Any]:
+        return [logits + 1 for logits in load_steps(root / STEPS_FILE).logits]
+
+    monkeypatch.setattr(paged_plans, "emulate_apart", wrong)
+    with pytest.raises(InternalError, match="emulated network's logits differ"):
+        compile(recipe, recipe.parent / "diverged")
+    assert not (recipe.parent / "diverged").exists()
+
+
+# What is refused, before anything is fetched
+
+
+@pytest.fixture
+def nowhere(recipe: Path) -> list[str]:
+    """An override: a model that can't be had."""
+    return ["model.source=path:nowhere"]
+
+
+def test_without_tensorrt_it_says_what_to_install(
+    recipe: Path, nowhere: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_plans, "installed_tensorrt", INSTALLED)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(BuildError, match=r"needs TensorRT .*'\.\[build,tensorrt\]'.*10\.14 breaks"):
+        compile(recipe, recipe.parent / "none", nowhere)
+    assert not (recipe.parent / "none").exists()
+
+
+def test_a_machine_without_a_gpu_builds_nothing(
+    stand_ins: StandInTensorRT,
+    recipe: Path,
+    nowhere: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> str:
+        raise EngineError("no GPU")
+
+    monkeypatch.setattr(paged_plans, "compute_capability", none)
+    with pytest.raises(BuildError, match="builds on the GPU that its plans are for"):
+        compile(recipe, recipe.parent / "none", nowhere)
+
+
+def test_another_gpu_than_the_recipes_is_refused(
+    stand_ins: StandInTensorRT, recipe: Path, nowhere: list[str]
+) -> None:
+    overrides = [*nowhere, "target={kind: tensorrt, capabilities: 9.0}"]
+    with pytest.raises(BuildError, match=r"9\.0 was chosen, and the GPU here has 8\.9"):
+        compile(recipe, recipe.parent / "none", overrides)
+
+
+def test_a_gpu_that_no_kernel_is_for_is_refused(
+    stand_ins: StandInTensorRT,
+    recipe: Path,
+    nowhere: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_plans, "compute_capability", lambda: "7.5")
+    with pytest.raises(BuildError, match="aren't built for SM 75"):
+        compile(recipe, recipe.parent / "none", nowhere)
+
+
+def test_ranks_are_not_compiled_one_by_one(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="leave it out, tensorrt builds"):
+        compile_rank(0, recipe, recipe.parent / "rank")
+
+
+# Loading
+
+
+def test_a_machine_with_its_gpu_and_its_tensorrt_runs_it(
+    compiled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(engine_module, "tensorrt_version", lambda: VERSION)
+    assert open_engine(compiled).variant == "8.9"
+    monkeypatch.setattr(engine_module, "tensorrt_version", lambda: "11.5.0.1")
+    with pytest.raises(EngineError, match=rf"for TensorRT {VERSION}, and 11\.5\.0\.1 is installed"):
+        open_engine(compiled)
+    monkeypatch.setattr(engine_module, "tensorrt_version", lambda: VERSION)
+    monkeypatch.setattr(engine_module, "compute_capability", lambda: "9.0")
+    with pytest.raises(EngineError, match=r"compute capabilities 8\.9, and this GPU has 9\.0"):
+        open_engine(compiled)
+
+
+def test_a_manifest_whose_plan_has_other_pools_is_refused(compiled: Path) -> None:
+    manifest = read_manifest(compiled)
+    (rank,) = manifest.ranks
+    lacking = [each for each in rank.plan_tensors if each.name != "pool.0.v_scales"]
+    ranks = [msgspec.structs.replace(rank, plan_tensors=lacking)]
+    told = pool_contradictions(msgspec.structs.replace(manifest, ranks=ranks))
+    assert told == ["rank 0's plan has other pools than its layers: pool.0.v_scales"]
+    mixed = KVLayer.of_heads([("fp16", "fp16"), ("int8", "int8")])
+    kv = msgspec.structs.replace(manifest.kv, layers=[mixed])
+    told = pool_contradictions(msgspec.structs.replace(manifest, kv=kv))
+    assert told == ["KV layer 0 has heads of several dtypes in a plan"]
