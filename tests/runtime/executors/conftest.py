@@ -11,11 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_cuda import FakeCuda
 from fake_tensorrt import FakeTensorRT
-from rtx_harness import NUM_BLOCKS, Compiled
+from plan_harness import NUM_BLOCKS, Compiled
 
 from llmbuild.builder import rtx_plans
 from llmbuild.builder.compile import compile
+from llmbuild.builder.targets.tensorrt.built_plan import shapes_of
 from llmbuild.builder.targets.tensorrt.emulation.emulate import emulate
+from llmbuild.builder.targets.tensorrt.profiles import profiles
 from llmbuild.runtime import engine as engine_module
 from llmbuild.runtime.engine import Engine, open_engine
 from llmbuild.runtime.executors import cuda, rtx_plan
@@ -46,8 +48,8 @@ def compile_as(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rtx_plans, "build_plan", recording)
             root = compile(recipe, folder / precision, [f"precision={precision}"])
-        step, _, limits, _, read, _, emulated = made
-        return Compiled(root, emulated, step, read, limits)
+        step, config, limits, _, read, _, emulated = made
+        return Compiled(root, config, emulated, step, read, limits)
 
     return build
 
@@ -63,7 +65,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Compiled
 
     def put(compiled: Compiled) -> FakeTensorRT:
         gpu = FakeCuda()
-        made = FakeTensorRT(gpu, compiled.emulated, compiled.limits)
+        shapes = shapes_of(compiled.emulated.lowering.inputs)
+        made = FakeTensorRT(gpu, compiled.emulated, profiles(shapes, compiled.limits))
         version = rtx_plans.installed_tensorrt_rtx().__version__
         monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
         monkeypatch.setattr(engine_module, "rtx_version", lambda: version)

@@ -12,11 +12,11 @@ from fake_cuda import STREAM, FakeCuda
 from numpy.typing import NDArray
 
 from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated
-from llmbuild.builder.targets.tensorrt.limits import Limits
-from llmbuild.builder.targets.tensorrt.profiles import Range, profiles
+from llmbuild.builder.targets.tensorrt.profiles import Range
 
 DTYPES = {
     "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
     "fp32": np.dtype(np.float32),
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -50,19 +50,17 @@ class ILogger:
 
 
 class FakeTensorRT:
-    """The module. is_capturable: whether the engine's contexts can be recorded. broken: what fails
-    from now on: "deserialize", "context" or "execute"."""
+    """The module. profiles: of its plan. is_capturable: whether the engine's contexts can be
+    recorded. broken: what fails from now on: "deserialize", "context" or "execute"."""
 
     ILogger = ILogger
     DynamicShapesKernelSpecializationStrategy = Specialization
     ExecutionContextAllocationStrategy = Allocation
 
-    def __init__(self, gpu: FakeCuda, emulated: Emulated, limits: Limits) -> None:
-        self.gpu, self.emulated = gpu, emulated
+    def __init__(self, gpu: FakeCuda, emulated: Emulated, profiles: list[dict[str, Range]]) -> None:
+        self.gpu, self.emulated, self.profiles = gpu, emulated, profiles
         self.is_capturable = True
         self.broken = ""
-        shapes = {name: each.shape for name, each in emulated.lowering.inputs.items()}
-        self.profiles = profiles(shapes, limits)
         self.contexts: list[FakeContext] = []
         self.compiled: list[tuple[int, ...]] = []  # token shapes, as their kernels are made
         self.loaded_cache = b""
@@ -78,11 +76,14 @@ class FakeRuntime:
 
     def deserialize_cuda_engine(self, serialized_engine: Any) -> "FakeEngine | None":
         assert bytes(serialized_engine[:4]) == b"vtrt"
-        if self.trt.broken == "deserialize":
-            self.logger.log(Severity.WARNING, "a warning")
-            self.logger.log(Severity.ERROR, "the plan is for another GPU")
-            return None
-        return FakeEngine(self.trt)
+        return None if self._refuses() else FakeEngine(self.trt)
+
+    def _refuses(self) -> bool:
+        if self.trt.broken != "deserialize":
+            return False
+        self.logger.log(Severity.WARNING, "a warning")
+        self.logger.log(Severity.ERROR, "the plan is for another GPU")
+        return True
 
 
 class FakeCache:
@@ -144,7 +145,7 @@ class FakeEngine:
 
 
 class FakeContext:
-    def __init__(self, engine: FakeEngine, specialization: Specialization) -> None:
+    def __init__(self, engine: FakeEngine, specialization: Specialization | None = None) -> None:
         self.engine, self.trt, self.gpu = engine, engine.trt, engine.trt.gpu
         self.specialization = specialization
         self.profile: Mapping[str, Range] = {}
@@ -163,8 +164,9 @@ class FakeContext:
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         assert stream_handle == STREAM
         self.profile = self.trt.profiles[profile_index]
-        eager = self.specialization is Specialization.EAGER
-        assert eager == (profile_index == 1), "a graph is of kernels that are made for its shapes"
+        if self.specialization is not None:
+            eager = self.specialization is Specialization.EAGER
+            assert eager == (profile_index == 1), "a graph is of kernels made for its shapes"
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -182,7 +184,8 @@ class FakeContext:
         return True
 
     def infer_shapes(self) -> list[str]:
-        return sorted({*self.engine.inputs} - {*self.shapes})
+        dynamic = {name for name, each in self.engine.inputs.items() if -1 in each.shape}
+        return sorted(dynamic - {*self.shapes})
 
     def is_stream_capturable(self, stream: int) -> bool:
         return stream == STREAM and self.trt.is_capturable
@@ -212,12 +215,15 @@ class FakeContext:
         assert self.recorded in (None, (shapes, addresses)), "a graph's context was bound anew"
         assert shapes["positions"] == shapes["token_ids"]
         feeds = {
-            name: self._array(addresses[name], shapes[name], tensor.dtype.value).copy()
+            name: self._feed(name, addresses[name], shapes.get(name, tensor.shape)).copy()
             for name, tensor in self.engine.inputs.items()
         }
         for name, values in self.trt.emulated.run(feeds).items():
             target = self._array(addresses[name], values.shape, str(_dtype_name(values)))
             target[...] = values
+
+    def _feed(self, name: str, address: int, shape: tuple[int, ...]) -> NDArray[Any]:
+        return self._array(address, shape, self.engine.inputs[name].dtype.value)
 
     def _array(self, address: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         size = prod(shape) * DTYPES[dtype].itemsize

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_tensorrt import FakeTensorRT
-from rtx_harness import NUM_BLOCKS, Compiled, decode, prefill, reference_tokens
+from plan_harness import NUM_BLOCKS, Compiled, decode, prefill, reference_tokens
 
 from llmbuild import LLM, SamplingParams
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.engine import Engine, open_engine
-from llmbuild.runtime.executors import rtx_graphs
-from llmbuild.runtime.executors.rtx import RtxExecutor, likeliest
+from llmbuild.runtime.executors import decode_graphs
+from llmbuild.runtime.executors.greedy import likeliest
+from llmbuild.runtime.executors.rtx import RtxExecutor
 from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
 
 PROMPTS = [[7, 200, 31], [5], list(range(40, 77)), [9] * 26, [1, 2, 3, 4, 5]]
@@ -163,7 +164,7 @@ def test_a_graph_reads_what_each_launch_brings(executor: RtxExecutor, compiled: 
 
 
 def test_graphs_are_bounded(executor: RtxExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rtx_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(decode_graphs, "MAX_GRAPHS", 2)
     for slot in range(5):
         executor.step_greedy(decode({slot: (0, 7)}), 4)
     counts = executor.graph_counts

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Status
 from fake_tensorrt import FakeTensorRT
-from rtx_harness import NUM_BLOCKS, decode
+from plan_harness import NUM_BLOCKS, decode
 
 from llmbuild.builder.targets.tensorrt import profiles
 from llmbuild.builder.targets.tensorrt.limits import cache_name, updated_name
 from llmbuild.errors import EngineError, UserError
 from llmbuild.runtime.engine import Engine, check_servable
-from llmbuild.runtime.executors import cuda, rtx_memory, rtx_plan
+from llmbuild.runtime.executors import cuda, plan, rtx_memory, rtx_plan
 from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.executors.rtx import RtxExecutor
 
@@ -176,7 +176,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_builders_names_and_profiles_are_those_of_the_runtime() -> None:
-    assert (profiles.CONTEXT, profiles.DECODE) == (rtx_plan.CONTEXT, rtx_plan.DECODE)
+    assert (profiles.CONTEXT, profiles.DECODE) == (plan.CONTEXT, plan.DECODE)
     assert updated_name(3, "k") == cache_name(3, "k") + rtx_memory.UPDATED
 
 

@@ -1,21 +1,20 @@
 """Decode executions as CUDA graphs: recorded once, launched as one piece after that.
 
-A graph holds the addresses that it was recorded with, and an execution's caches begin at its first
-slot. So there is one for each bucket and first slot: recorded when such an execution comes the
-second time, and MAX_GRAPHS at most; what comes beyond is run without.
+A graph holds the shapes and addresses that it was recorded with, which an execution's key stands
+for. There is one for each key: recorded when such an execution comes the second time, and
+MAX_GRAPHS at most; what comes beyond is run without.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from llmbuild.runtime.executors.cuda import Cuda
-from llmbuild.runtime.executors.rtx_memory import Placed, PlanMemory
-from llmbuild.runtime.executors.rtx_plan import PlanContext
+from llmbuild.runtime.executors.plan import PlanContext
+from llmbuild.runtime.executors.plan_memory import Placed, PlanMemory
 
 MAX_GRAPHS = 64
-
-Key = tuple[int, int]  # slots of the execution, and the first of them
 
 
 @dataclass
@@ -38,15 +37,15 @@ class DecodeGraphs:
     """Runs decode executions. make_context: gives a new context of the decode profile."""
 
     def __init__(
-        self, cuda: Cuda, memory: PlanMemory, make_context: Callable[[], PlanContext]
+        self, cuda: Cuda, memory: PlanMemory[Any], make_context: Callable[[], PlanContext]
     ) -> None:
         self.counts = GraphCounts()
         self._cuda, self._memory, self._make_context = cuda, memory, make_context
         self._plain = make_context()
-        self._graphs: dict[Key, tuple[int, PlanContext]] = {}  # a graph needs its context
-        self._seen: Counter[Key] = Counter()
+        self._graphs: dict[Hashable, tuple[int, PlanContext]] = {}  # a graph needs its context
+        self._seen: Counter[Hashable] = Counter()
 
-    def run(self, key: Key, placed: Placed) -> None:
+    def run(self, key: Hashable, placed: Placed) -> None:
         """Run it to its end."""
         if key in self._graphs:
             self._cuda.launch(self._graphs[key][0])
@@ -70,7 +69,7 @@ class DecodeGraphs:
         self._graphs.clear()
         del self._plain
 
-    def _record(self, key: Key, context: PlanContext, placed: Placed) -> None:
+    def _record(self, key: Hashable, context: PlanContext, placed: Placed) -> None:
         if not context.is_capturable:
             self.counts.is_possible = False
             return
@@ -84,14 +83,14 @@ class DecodeGraphs:
         self.counts.recorded += 1
 
 
-def run_once(cuda: Cuda, memory: PlanMemory, context: PlanContext, placed: Placed) -> None:
+def run_once(cuda: Cuda, memory: PlanMemory[Any], context: PlanContext, placed: Placed) -> None:
     """Run an execution to its end, without a graph."""
     context.bind(placed.shapes, placed.addresses)
     enqueue(memory, context, placed)
     cuda.synchronise()
 
 
-def enqueue(memory: PlanMemory, context: PlanContext, placed: Placed) -> None:
+def enqueue(memory: PlanMemory[Any], context: PlanContext, placed: Placed) -> None:
     """Put an execution that is bound into the stream: inputs, plan, logits."""
     memory.copy_in(placed)
     context.enqueue()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmbuild.builder.graph.reference import run_steps
+from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated
 from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.runtime.batch import StepBatch
@@ -20,6 +21,7 @@ class Compiled:
     """An engine, what emulates its plan, and what the reference needs."""
 
     root: Path
+    config: DecoderConfig
     emulated: Emulated
     step: Any
     read: Any
@@ -28,9 +30,10 @@ class Compiled:
 
 def reference_tokens(compiled: Compiled, prompt: Sequence[int], count: int) -> list[int]:
     """The likeliest tokens by the torch reference, in fp32, each from the whole sequence anew."""
-    tokens = list(prompt)
+    tokens, config = list(prompt), compiled.config
+    shape, dtypes = (2, config.num_kv_heads, 64, config.head_dim), ["fp32"] * config.num_kv_heads
     for _ in range(count):
-        pools = [LayerPools.filled((2, 3, 64, 32), ["fp32"] * 3, ["fp32"] * 3) for _ in range(2)]
+        pools = [LayerPools.filled(shape, dtypes, dtypes) for _ in range(config.num_layers)]
         (logits,) = run_steps(compiled.step, compiled.read, [prefill(tokens, 0)], pools)
         tokens.append(int(logits[0].argmax()))
     return tokens[len(prompt) :]
