@@ -90,8 +90,6 @@ class _Verification:
 
 def check_servable(manifest: Manifest) -> None:
     """Raises EngineError for an engine that no executor is built for yet."""
-    if isinstance(manifest.target, TensorrtTarget):
-        raise EngineError("engines of tensorrt are built, and nothing here runs them yet")
     if not isinstance(manifest.target, CpuTarget) and len(manifest.ranks) > 1:
         raise EngineError(
             f"the engine has {len(manifest.ranks)} ranks, which need NCCL to meet on GPUs, and "

@@ -13,16 +13,12 @@ from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parent / "builder/targets/tensorrt"))
 
-from stand_in_plugin import StandInPlugin
-from stand_in_tensorrt import StandInTensorRT
+from stand_in_tensorrt import StandInTensorRT, build_machine, save_recipe
 
 from llmbuild.builder import paged_plans
 from llmbuild.builder.compile import compile, compile_rank
 from llmbuild.builder.emulate_apart import emulate_apart
-from llmbuild.builder.emulate_engine import emulate_engine
-from llmbuild.builder.sources.progress import PlainProgress
 from llmbuild.builder.targets.tensorrt import build_paged
-from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
 from llmbuild.errors import BuildError, EngineError, InternalError, RecipeError
 from llmbuild.runtime import engine as engine_module
 from llmbuild.runtime.contradictions import pool_contradictions
@@ -39,34 +35,15 @@ VERSION = StandInTensorRT.__version__
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a row is padding
 
 
-def emulate_here(root: Path, manifest: Manifest, base_dir: Path) -> list[Any]:
-    """In this process, where Triton interprets already."""
-    steps = load_steps(root / STEPS_FILE)
-    return list(emulate_engine(root, manifest, steps, base_dir, PlainProgress()))
-
-
 @pytest.fixture(scope="module")
 def stand_ins() -> Iterator[StandInTensorRT]:
-    """A machine that has TensorRT and a GPU of compute capability 8.9, it seems."""
-    module = StandInTensorRT()
-    with pytest.MonkeyPatch.context() as patch:
-        for at in (build_paged, paged_plans):
-            patch.setattr(at, "installed_tensorrt", lambda: (module, StandInPlugin()))
-            patch.setattr(at, "require_triton", lambda: None)  # which interprets here
-        patch.setattr(paged_plans, "compute_capability", lambda: "8.9")
-        patch.setattr(paged_plans, "emulate_apart", emulate_here)
-        patch.setattr(PluginRegistry, "compile", lambda self, plugins: None)
+    with build_machine() as module:
         yield module
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, save_tiny_llama: Callable[..., Path]) -> Path:
-    folder = tmp_path_factory.mktemp("tensorrt")
-    sizes = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    path = save_tiny_llama(folder, **sizes, num_attention_heads=2, num_key_value_heads=1)
-    text = path.read_text().replace("precision: fp32", "precision: fp16\ntarget: tensorrt")
-    path.write_text(text.replace("max_sequences: 8", "max_sequences: 3"))
-    return path
+    return save_recipe(tmp_path_factory.mktemp("tensorrt"), save_tiny_llama)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 
 from llmbuild.errors import EngineError
 
-_INSTALL = "`pip install '.[tensorrt-rtx]'` in llmbuild's checkout has it"
+_INSTALL = "`pip install '.[tensorrt]'` or '.[tensorrt-rtx]' in llmbuild's checkout has it"
 
 
 class CudaError(EngineError):

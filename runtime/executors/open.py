@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.executors import Executor
-from llmbuild.runtime.target import RtxTarget
+from llmbuild.runtime.target import CpuTarget, RtxTarget
 from llmbuild.runtime.threads import choose_num_threads, choose_pinning
 
 if TYPE_CHECKING:  # what opens an executor is imported when it is known which one
@@ -36,15 +36,13 @@ def open_executor(
     then raises SystemExit.
     """
     check_rank_timeout(rank_timeout_s)
-    if isinstance(engine.manifest.target, RtxTarget):
-        from llmbuild.runtime.executors.rtx import RtxExecutor
-
+    if not isinstance(engine.manifest.target, CpuTarget):
         if num_threads is not None or pin_threads:
             raise UserError(
                 "num_threads and pin_threads are for engines of cpu, and this one runs on a GPU; "
                 "leave them out"
             )
-        return RtxExecutor(engine, num_blocks)
+        return _open_plan(engine, num_blocks)
 
     if len(engine.manifest.ranks) == 1:
         from llmbuild.runtime.executors.cpu import CpuExecutor
@@ -65,6 +63,17 @@ def open_executor(
     from llmbuild.runtime.parallel.hosts import open_launched_rank
 
     return open_launched_rank(engine, launch, *options)
+
+
+def _open_plan(engine: "Engine", num_blocks: int) -> Executor:
+    if isinstance(engine.manifest.target, RtxTarget):
+        from llmbuild.runtime.executors.rtx import RtxExecutor
+
+        return RtxExecutor(engine, num_blocks)
+
+    from llmbuild.runtime.executors.tensorrt import TensorrtExecutor
+
+    return TensorrtExecutor(engine, num_blocks)
 
 
 def check_rank_timeout(rank_timeout_s: float) -> None:

@@ -24,6 +24,18 @@ class PagedSteps:
         self._tokens, self._sequences, self._blocks = tokens, sequences, blocks
         self._buckets = sorted({*buckets, sequences})
 
+    @property
+    def most_numbers(self) -> dict[str, int]:
+        """Of each input of the largest execution."""
+        return {
+            "token_ids": max(self._tokens, self._sequences),
+            "positions": max(self._tokens, self._sequences),
+            "query_start": self._sequences + 1,
+            "kv_lengths": self._sequences,
+            "block_tables": self._sequences * self._blocks,
+            "logit_rows": self._sequences,
+        }
+
     def executions(self, batch: StepBatch) -> list[Execution]:
         """One, but where more rows of logits are wanted than a plan gives: each writes the same
         into the KV cache, and gives some of the rows."""

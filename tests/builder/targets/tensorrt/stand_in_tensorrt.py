@@ -1,14 +1,25 @@
 """Stands for TensorRT's module where a plan with plugins is built: it records what its builder is
 asked for, and checks the network as it grows."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from stand_in_plugin import Definition, TensorDesc
+import pytest
+from stand_in_plugin import Definition, StandInPlugin, TensorDesc
 
+from llmbuild.builder import paged_plans
+from llmbuild.builder.emulate_engine import emulate_engine
+from llmbuild.builder.sources.progress import PlainProgress
+from llmbuild.builder.targets.tensorrt import build_paged
 from llmbuild.builder.targets.tensorrt.emulation.module import DataType, EmulatedTensorRT
 from llmbuild.builder.targets.tensorrt.emulation.network import EmulatedNetwork
 from llmbuild.builder.targets.tensorrt.emulation.tensors import Layer, Made, Tensor
+from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
+from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.replay import STEPS_FILE, load_steps
 
 
 def plugin_layer(
@@ -84,3 +95,32 @@ class StandInTensorRT(EmulatedTensorRT):
             create_optimization_profile=Profile,
             build_serialized_network=lambda network, settings: self.plan,
         )
+
+
+@contextmanager
+def build_machine() -> Iterator[StandInTensorRT]:
+    """A machine that has TensorRT and a GPU of compute capability 8.9, it seems. Emulated runs stay
+    in this process, where Triton interprets already."""
+    module = StandInTensorRT()
+    with pytest.MonkeyPatch.context() as patch:
+        for at in (build_paged, paged_plans):
+            patch.setattr(at, "installed_tensorrt", lambda: (module, StandInPlugin()))
+            patch.setattr(at, "require_triton", lambda: None)  # which interprets here
+        patch.setattr(paged_plans, "compute_capability", lambda: "8.9")
+        patch.setattr(paged_plans, "emulate_apart", _emulate_here)
+        patch.setattr(PluginRegistry, "compile", lambda self, plugins: None)
+        yield module
+
+
+def _emulate_here(root: Path, manifest: Manifest, base_dir: Path) -> list[Any]:
+    steps = load_steps(root / STEPS_FILE)
+    return list(emulate_engine(root, manifest, steps, base_dir, PlainProgress()))
+
+
+def save_recipe(folder: Path, save_tiny_llama: Callable[..., Path]) -> Path:
+    """A recipe for tensorrt, and its model, whose kernels take the interpreter little time."""
+    sizes = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    path = save_tiny_llama(folder, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    text = path.read_text().replace("precision: fp32", "precision: fp16\ntarget: tensorrt")
+    path.write_text(text.replace("max_sequences: 8", "max_sequences: 3"))
+    return path

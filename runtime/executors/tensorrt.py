@@ -1,0 +1,41 @@
+"""Runs an engine of the tensorrt target on a GPU. Untried: it has met nothing but stand-ins for
+TensorRT and CUDA."""
+
+from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.engine import Engine
+from llmbuild.runtime.executors.cuda import Cuda
+from llmbuild.runtime.executors.execution import Execution
+from llmbuild.runtime.executors.paged_kv import PagedSteps
+from llmbuild.runtime.executors.paged_memory import PoolMemory
+from llmbuild.runtime.executors.plan_executor import PlanExecutor
+from llmbuild.runtime.executors.tensorrt_plan import TensorrtPlan
+from llmbuild.runtime.gpu import load_tensorrt
+
+
+class TensorrtExecutor(PlanExecutor[Execution]):
+    """num_blocks: of every pool, the scratch block included."""
+
+    def __init__(self, engine: Engine, num_blocks: int) -> None:
+        """Raises EngineError where the plan or memory can't be had."""
+        manifest, limits = engine.manifest, engine.manifest.limits
+        self._engine, self._num_blocks = engine, num_blocks
+        blocks = -(-limits.max_sequence_length // manifest.kv.block_size)
+        self._steps = PagedSteps(
+            limits.max_step_tokens, limits.max_sequences, blocks, manifest.buckets
+        )
+        self._open()
+
+    def _make_plan(self, cuda: Cuda) -> TensorrtPlan:
+        (rank,) = self._engine.manifest.ranks
+        path = self._engine.root / rank.executables[self._engine.variant]
+        return TensorrtPlan(load_tensorrt(), path, rank.plan_tensors, cuda)
+
+    def _make_memory(self, cuda: Cuda) -> PoolMemory:
+        return PoolMemory(cuda, self._engine.manifest, self._num_blocks, self._steps)
+
+    def _executions(self, batch: StepBatch) -> list[Execution]:
+        return self._steps.executions(batch)
+
+    def _graph_key(self, execution: Execution) -> int:
+        """Pools lie where they lie, so that a bucket is enough."""
+        return len(execution.inputs["kv_lengths"])
