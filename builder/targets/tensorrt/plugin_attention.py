@@ -131,10 +131,17 @@ def _pools(lowering: PluginLowering, layer: int, k_dtype: str, v_dtype: str) -> 
 
 
 def _channel_scales(lowering: PluginLowering, node: ir.Node, slot: int) -> dict[str, Tensor]:
-    """K's at this slot and V's at the next; both or none."""
-    k, v = optional_input(node, slot), optional_input(node, slot + 1)
-    assert (k is None) == (v is None)
-    return lowering.optional_fp32(k_channel_scale=k, v_channel_scale=v)
+    """K's at this slot and V's at the next; none, or both, as kernels have them: 1 stands where one
+    alone is there."""
+    values = {
+        "k_channel_scale": optional_input(node, slot),
+        "v_channel_scale": optional_input(node, slot + 1),
+    }
+    given = lowering.optional_fp32(**values)
+    if len(given) == 1:
+        (scale,) = given.values()
+        return dict.fromkeys(values, lowering.constant(np.ones(scale.shape, np.float32))) | given
+    return given
 
 
 def _shape(lowering: PluginLowering) -> AttentionShape:

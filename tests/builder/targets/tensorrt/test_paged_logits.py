@@ -55,21 +55,31 @@ def test_a_step_gives_the_references_logits(model_of: Callable[..., Model], case
     assert logits_error(model_of(**{**SIZES, **asked}), kv_dtypes) < tolerance
 
 
+@pytest.mark.parametrize(
+    ("parts", "dtypes"),
+    [
+        ("kv", ("int8-static", "int8-static")),
+        ("k", ("int4", "fp16")),
+        ("v", ("int8", "int8-static")),
+    ],
+)
 def test_channel_scales_of_the_kv_cache_are_taken(
     decoder_config: Callable[..., DecoderConfig],
     traced: Callable[..., StepGraph],
     random_tensors: Callable[..., dict[str, NDArray[np.generic]]],
+    parts: str,
+    dtypes: tuple[str, str],
 ) -> None:
     step = traced(**SIZES)
     tensors = random_tensors(step)
     scales = {
         f"layers.{layer}.{of}_scale": np.tile(np.linspace(0.02, 0.05, 8, dtype=np.float32), 2)
         for layer in range(2)
-        for of in "kv"
+        for of in parts
     }
     run_passes(step, kv_scales=scales)
     model = Model(step, decoder_config(**SIZES), tensors.__getitem__)
-    assert logits_error(model, ("int8-static", "int8-static")) < 0.05
+    assert logits_error(model, dtypes) < 0.05
 
 
 def logits_error(model: Model, kv_dtypes: tuple[str, str]) -> float:
