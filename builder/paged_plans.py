@@ -14,7 +14,7 @@ from llmbuild.builder.targets.gpu.capabilities import capability
 from llmbuild.builder.targets.gpu.triton_compiler import require_triton
 from llmbuild.builder.targets.tensorrt.build_paged import build_paged_plan, installed_tensorrt
 from llmbuild.builder.targets.tensorrt.built_plan import BuiltPlan
-from llmbuild.builder.targets.tensorrt.emulation.emulate import emulate_paged
+from llmbuild.builder.targets.tensorrt.emulation.emulate import emulate_paged, lower_to_emulation
 from llmbuild.builder.targets.tensorrt.emulation.pools import EmulatedPools
 from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
 from llmbuild.builder.verify import make_batches
@@ -43,7 +43,13 @@ class PagedPlans:
         return TensorrtTarget(version=self._version, capability=self._capability)
 
     def check(self, build: PlanBuild) -> None:
-        """Lowering names what there is no kernel for."""
+        """Lowers once: what there is no kernel for is told by name here, not by a process that
+        emulates."""
+        for graph in build.graphs:
+            limits = paged_limits(build.resolved, graph, self._capability)
+            lower_to_emulation(
+                graph.step, graph.config, limits, activations_of(build.resolved), graph.read
+            )
 
     def script(self, manifest: Manifest) -> Script:
         limits = manifest.limits

@@ -2,6 +2,9 @@
 kernels; the network that the plan would be built of is run on the CPU, its plugins in Triton's
 interpreter, and held to the reference. TensorRT itself never met it."""
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +16,10 @@ from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parent / "builder/targets/tensorrt"))
 
-from stand_in_tensorrt import StandInTensorRT, build_machine, save_recipe
+from stand_in_tensorrt import StandInTensorRT, interpreting_machine, save_recipe
 
 from llmbuild.builder import paged_plans
 from llmbuild.builder.compile import compile, compile_rank
-from llmbuild.builder.emulate_apart import emulate_apart
 from llmbuild.builder.targets.tensorrt import build_paged
 from llmbuild.errors import BuildError, EngineError, InternalError, RecipeError
 from llmbuild.runtime import engine as engine_module
@@ -25,7 +27,7 @@ from llmbuild.runtime.contradictions import pool_contradictions
 from llmbuild.runtime.engine import open_engine
 from llmbuild.runtime.inspect_cli import inspect
 from llmbuild.runtime.manifest import KVLayer, Manifest, read_manifest
-from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference
+from llmbuild.runtime.replay import STEPS_FILE, load_steps
 from llmbuild.runtime.target import TensorrtTarget
 from llmbuild.verify_cli import verify_command
 
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, wh
 
 @pytest.fixture(scope="module")
 def stand_ins() -> Iterator[StandInTensorRT]:
-    with build_machine() as module:
+    with interpreting_machine() as module:
         yield module
 
 
@@ -86,12 +88,22 @@ def test_verify_emulates_it(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_the_emulated_run_has_a_process_of_its_own(compiled: Path) -> None:
-    """The one that builds compiles kernels, where Triton can't interpret any more."""
-    manifest, steps = read_manifest(compiled), load_steps(compiled / STEPS_FILE)
-    logits = emulate_apart(compiled, manifest, compiled.parent)
-    for got, want in zip(logits, steps.logits, strict=True):
-        assert relative_difference(got[:, steps.columns], want) <= steps.tolerance
+def test_a_build_compiles_its_kernels_and_emulates_them_in_a_process_of_its_own(
+    recipe: Path, checkout: Path
+) -> None:
+    """With nothing but TensorRT and the GPU stood in for."""
+    script = checkout / "tests/builder/targets/tensorrt/compile_engine.py"
+    out = recipe.parent / "apart"
+    overrides = ["quantisation={scheme: w4a8, group_size: 32, method: rtn}", "kv_cache.dtype=int8"]
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    cache = {"LLMBUILD_CACHE": str(recipe.parent / "cache")}
+    subprocess.run(
+        [sys.executable, script, recipe, out, *overrides], env=environment | cache, check=True
+    )
+    report = json.loads((out / "report.json").read_text())
+    assert 0 < report["emulated"] < report["tolerance"]
+    assert any((recipe.parent / "cache" / "kernels").iterdir())
+    assert (recipe.parent / "cache/tensorrt" / f"{VERSION}-8.9.timing").read_bytes() == b"timings"
 
 
 def test_a_network_that_diverges_is_not_published(
@@ -104,6 +116,20 @@ def test_a_network_that_diverges_is_not_published(
     with pytest.raises(InternalError, match="emulated network's logits differ"):
         compile(recipe, recipe.parent / "diverged")
     assert not (recipe.parent / "diverged").exists()
+
+
+def test_what_no_kernel_is_for_is_told_by_name_and_not_emulated(
+    stand_ins: StandInTensorRT,
+    tmp_path: Path,
+    save_tiny_llama: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_plans, "emulate_apart", None)
+    recipe = save_recipe(tmp_path, save_tiny_llama, num_key_value_heads=2)
+    overrides = ["kv_cache.overrides=[{match: 'layers.0.k.0', dtype: int8}]"]
+    with pytest.raises(BuildError, match="KV heads of several dtypes"):
+        compile(recipe, tmp_path / "engine", overrides)
+    assert not (tmp_path / "engine").exists()
 
 
 # What is refused, before anything is fetched

@@ -17,7 +17,7 @@ from plan_harness import Compiled, decode, prefill, reference_tokens
 
 sys.path.append(str(Path(__file__).parents[2] / "builder/targets/tensorrt"))
 
-from stand_in_tensorrt import build_machine, save_recipe
+from stand_in_tensorrt import interpreting_machine, save_recipe
 
 from llmbuild import LLM, SamplingParams
 from llmbuild.builder import paged_plans
@@ -51,7 +51,7 @@ def compiled(
         made.extend(arguments)
         return build_paged_plan(*arguments)
 
-    with build_machine(), pytest.MonkeyPatch.context() as patch:
+    with interpreting_machine(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_plans, "build_paged_plan", recording)
         root = compile(save_recipe(folder, save_tiny_llama), folder / "engine")
     step, config, limits, _, read, _ = made

@@ -19,7 +19,7 @@ from llmbuild.runtime.manifest import (
     Manifest,
     Parallel,
 )
-from llmbuild.runtime.target import CpuTarget, RtxTarget
+from llmbuild.runtime.target import CpuTarget, RtxTarget, TensorrtTarget
 
 
 def manifest(*, max_sequence_length=100, max_sequences=3, block_size=16, head_dim=64, num_ranks=1):
@@ -144,3 +144,10 @@ def test_a_gpus_scratch_block_takes_no_memory():
     assert kv_bytes(manifest(), 5) == 5 * BLOCK_BYTES
     with pytest.raises(UserError, match=f"{SEQUENCE_BYTES}: 1 blocks of"):
         choose_num_blocks(gpu_manifest(), SEQUENCE_BYTES - 1, None)
+
+
+def test_a_gpus_paged_cache_counts_the_scratch_block_and_has_the_gpus_cap():
+    target = TensorrtTarget(version="1", capability="8.9")
+    paged = msgspec.structs.replace(manifest(max_sequences=100_000), target=target)
+    assert choose_num_blocks(paged, 2 * BLOCK_BYTES, None) == 2
+    assert choose_num_blocks(paged, None, None) == DEFAULT_GPU_KV_BYTES // BLOCK_BYTES

@@ -72,6 +72,19 @@ def emulate_paged(
     require_interpreter()
     if activations == "bf16":
         raise BuildError("Triton's interpreter can't round to bf16; emulate fp16 activations")
+    return lower_to_emulation(step, config, limits, activations, read, total)
+
+
+def lower_to_emulation(
+    step: StepGraph,
+    config: DecoderConfig,
+    limits: PagedLimits,
+    activations: ActivationDtype,
+    read: ReadTensor,
+    total: Total = lambda part: part,
+) -> Emulated:
+    """The same network, which can be run where Triton interprets alone. Raises BuildError, naming
+    the node, for what our kernels can't express."""
     from llmbuild.builder.targets.tensorrt.lower_paged import lower_paged
 
     network = EmulatedNetwork(total, {"plugin_v3": plugin_layer})

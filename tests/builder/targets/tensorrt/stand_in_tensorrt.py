@@ -99,14 +99,22 @@ class StandInTensorRT(EmulatedTensorRT):
 
 @contextmanager
 def build_machine() -> Iterator[StandInTensorRT]:
-    """A machine that has TensorRT and a GPU of compute capability 8.9, it seems. Emulated runs stay
-    in this process, where Triton interprets already."""
+    """A machine that has TensorRT and a GPU of compute capability 8.9, it seems."""
     module = StandInTensorRT()
     with pytest.MonkeyPatch.context() as patch:
         for at in (build_paged, paged_plans):
             patch.setattr(at, "installed_tensorrt", lambda: (module, StandInPlugin()))
-            patch.setattr(at, "require_triton", lambda: None)  # which interprets here
         patch.setattr(paged_plans, "compute_capability", lambda: "8.9")
+        yield module
+
+
+@contextmanager
+def interpreting_machine() -> Iterator[StandInTensorRT]:
+    """The same in a process where Triton interprets: no kernel is compiled, and emulated runs stay
+    here."""
+    with build_machine() as module, pytest.MonkeyPatch.context() as patch:
+        for at in (build_paged, paged_plans):
+            patch.setattr(at, "require_triton", lambda: None)
         patch.setattr(paged_plans, "emulate_apart", _emulate_here)
         patch.setattr(PluginRegistry, "compile", lambda self, plugins: None)
         yield module
@@ -117,10 +125,11 @@ def _emulate_here(root: Path, manifest: Manifest, base_dir: Path) -> list[Any]:
     return list(emulate_engine(root, manifest, steps, base_dir, PlainProgress()))
 
 
-def save_recipe(folder: Path, save_tiny_llama: Callable[..., Path]) -> Path:
+def save_recipe(folder: Path, save_tiny_llama: Callable[..., Path], **overrides: int) -> Path:
     """A recipe for tensorrt, and its model, whose kernels take the interpreter little time."""
     sizes = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    path = save_tiny_llama(folder, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    path = save_tiny_llama(folder, **sizes, **heads | overrides)
     text = path.read_text().replace("precision: fp32", "precision: fp16\ntarget: tensorrt")
     path.write_text(text.replace("max_sequences: 8", "max_sequences: 3"))
     return path
