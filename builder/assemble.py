@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from llmbuild.builder.calibration.store import Distilled
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
@@ -45,7 +46,8 @@ class Model:
 class Assembled:
     """An engine whose files are written; its manifest isn't. step, plan: of the whole model, though
     it be compiled rank by rank. graphs, rank_plans: of each rank. product_losses: of the matrices
-    that calibration rounded, the relative squared error of their products with its inputs."""
+    that calibration rounded, the relative squared error of their products with its inputs.
+    distilled: what training them together reached, None where it didn't run."""
 
     manifest: Manifest
     step: StepGraph
@@ -55,6 +57,7 @@ class Assembled:
     graphs: Sequence[RankGraph]
     rank_plans: Sequence[StepPlan]
     product_losses: Mapping[str, float] = field(default_factory=dict)
+    distilled: Distilled | None = None
 
 
 def assemble(

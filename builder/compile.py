@@ -175,7 +175,8 @@ def build_engine(
         require_planned(compiled, assembled.manifest, graph.step, graph.kv)
     if prepared.calibrated is None:
         return assembled
-    return replace(assembled, product_losses=prepared.calibrated.losses)
+    calibrated = prepared.calibrated
+    return replace(assembled, product_losses=calibrated.losses, distilled=calibrated.distilled)
 
 
 def _hold_to_gate(

@@ -95,6 +95,7 @@ def reference_recipe(recipe: Recipe) -> Recipe:
         update={
             "quantisation": Quantisation(),
             "kv_cache": kv_cache,
+            "distillation": None,
             "gate": None,
             "parallel": Parallel(),
         }

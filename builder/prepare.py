@@ -13,6 +13,7 @@ from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_he
 from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.builder.shard.localise import Scales
 from llmbuild.builder.stages import Stages
+from llmbuild.errors import RecipeError
 from llmbuild.quant.kv import needs_channel_scales
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import PlannedReader, planned_reader
@@ -41,6 +42,12 @@ def prepare(
     with stages.stage("trace"):
         step = trace(model.config, traced_precision(resolved))
     plan = plan_quantisation(resolved.quantisation, step, model.weights, resolved.target.kind)
+    if resolved.distillation is not None and not plan.methods:
+        raise RecipeError(
+            f"recipe {resolved.name}:\n  distillation: given, and no matrix is rounded by gptq, "
+            "awq or smoothquant, which it could train: choose one of them as quantisation.method, "
+            "or leave distillation out"
+        )
     untie_head(step, plan)
     calibration = Calibration(model, resolved, base_dir, root, stages)
     calibrated = calibration.tensors(plan) if plan.needs_calibration else None

@@ -31,6 +31,11 @@ def peak_rss_bytes() -> int:
     return max(_earlier_peaks_bytes[-1], _status_bytes("VmHWM"))
 
 
+def available_bytes() -> int:
+    """Memory that the system could still give, MemAvailable of proc(5)."""
+    return _kib_field(Path("/proc/meminfo"), "MemAvailable")
+
+
 @contextmanager
 def growth_bytes() -> Iterator[Callable[[], int]]:
     """Gives a function that says by how much resident memory has grown at most since then; not
@@ -45,7 +50,10 @@ _earlier_peaks_bytes = [0]
 
 
 def _status_bytes(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(
-        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{field}:")
-    )
+    return _kib_field(Path("/proc/self/status"), field)
+
+
+def _kib_field(path: Path, field: str) -> int:
+    """A field of a file of proc(5) that counts in kB, in bytes."""
+    lines = path.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -4,7 +4,8 @@ import hashlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,17 @@ import llmbuild.builder.calibration as calibration_package
 import llmbuild.quant as quant_package
 from llmbuild.builder.artifact import seal_engine
 from llmbuild.builder.assemble import Model, assemble
+from llmbuild.builder.calibration.distil import distil, needed_bytes
 from llmbuild.builder.calibration.kv import measure_reaches
 from llmbuild.builder.calibration.samples import sample_tokens
-from llmbuild.builder.calibration.store import TensorStore
+from llmbuild.builder.calibration.store import Distilled, TensorStore
 from llmbuild.builder.calibration.text import tokens_of_file
 from llmbuild.builder.calibration.weights import calibrate_weights
+from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
-from llmbuild.builder.recipe.calibration import SELF
+from llmbuild.builder.recipe.calibration import SELF, ResolvedCalibration
+from llmbuild.builder.recipe.distillation import Distillation
 from llmbuild.builder.recipe.kv_cache import ResolvedKVCache
 from llmbuild.builder.recipe.quantisation import Quantisation
 from llmbuild.builder.recipe.recipe import (
@@ -31,9 +35,10 @@ from llmbuild.builder.recipe.recipe import (
     ResolvedRecipe,
 )
 from llmbuild.builder.recipe.target import NATIVE, Target
-from llmbuild.builder.stages import Stages, growth_bytes
+from llmbuild.builder.stages import Stages, available_bytes, growth_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.cache import cache_root
+from llmbuild.errors import BuildError
 from llmbuild.quant.kv import channel_scales
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader, value_reader
@@ -41,6 +46,7 @@ from llmbuild.runtime.chat import load_chat_template
 from llmbuild.runtime.manifest import KVLayout
 from llmbuild.runtime.tokenizer import load_tokenizer
 
+_FP32_BYTES = 4
 _DRAFT_SEQUENCES = 32  # of a step of the engine that samples
 
 
@@ -58,9 +64,10 @@ class Calibration:
         self._base_dir, self._root = base_dir, root
         self._digest = ""
 
-    def tokens(self) -> NDArray[np.int32]:
-        """[sequences, length]."""
+    def tokens(self, sequences: int | None = None) -> NDArray[np.int32]:
+        """[sequences, length]; by default as many as the recipe has calibration look at."""
         chosen = self._resolved.calibration
+        chosen = chosen.model_copy(update={"sequences": sequences or chosen.sequences})
         if chosen.data != SELF:
             tokenizer = load_tokenizer(self._root)
             path = self._base_dir / chosen.data
@@ -71,7 +78,7 @@ class Calibration:
         key = self._key("tokens", f"{chosen.sequences} {chosen.length} {chosen.seed}")
         path = cache_root() / "calibration" / f"{key}.npy"
         if not path.exists():
-            tokens = self._sample()
+            tokens = self._sample(chosen)
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 np.save(file, tokens)
@@ -79,61 +86,116 @@ class Calibration:
         return np.asarray(np.load(path, allow_pickle=False))
 
     def tensors(self, plan: QuantPlan) -> TensorStore:
-        """What the plan's methods make of the model's tensors."""
+        """What the plan's methods make of the model's tensors, trained together where the recipe
+        asks for it."""
+        chosen = self._resolved.distillation
+        if chosen is not None:
+            self._check_memory(plan)
         tokens = self.tokens()
+        trained_on = None if chosen is None else self.tokens(chosen.sequences)
         text = repr(sorted(plan.weights.items())) + repr(sorted(plan.activation_groups.items()))
         text += repr(sorted(plan.methods.items())) + repr(sorted(plan.static))
         key = self._key("tensors", text, tokens.tobytes())
-        root = cache_root() / "calibration" / key
+        root = _folder(key)
         if not root.exists():
-            self._quantise(plan, tokens, root)
-        return TensorStore(root, plan.weights)
+            with _making(root) as scratch:
+                self._quantise(plan, tokens, TensorStore(scratch, plan.weights))
+        if chosen is None or trained_on is None:
+            return TensorStore(root, plan.weights)
+        trained_root = _folder(self._key("distilled", key, repr(chosen), trained_on.tobytes()))
+        if not trained_root.exists():
+            with _making(trained_root) as scratch:
+                shutil.copytree(root, scratch, dirs_exist_ok=True)
+                self._distil(plan, chosen, trained_on, TensorStore(scratch, plan.weights))
+        return TensorStore(trained_root, plan.weights)
 
     def kv_scales(
         self, kv: KVLayout, plan: QuantPlan, calibrated: TensorStore | None
     ) -> dict[str, NDArray[np.float32]]:
         """The channel scales of the KV cache, for the weights as the plan has them."""
-        step = trace(self._model.config, "fp32")
-        untie_head(step, plan)
+        step = self._traced(plan)
         read = planned_reader(self._model.weights, plan, calibrated)
         tokens = self.tokens()
         with self._stages.stage("calibrate KV cache"):
             reaches = measure_reaches(step, self._model.config, value_reader(read), tokens)
         return channel_scales(kv, reaches)
 
-    def _quantise(self, plan: QuantPlan, tokens: NDArray[np.int32], root: Path) -> None:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=root.parent))
-        try:
-            store = TensorStore(scratch, plan.weights)
-            step = trace(self._model.config, "fp32")
-            untie_head(step, plan)
-            shapes = {name: step.weights[name].shape for name in {*plan.methods, *plan.static}}
-            items = sum(map(math.prod, shapes.values()))
-            with (
-                growth_bytes() as growth,
-                self._stages.stage("quantise", shows_bars=True),
-                self._stages.progress.task("quantising", items) as advance,
-            ):
-                read = planned_reader(self._model.weights, plan)
-                calibrate_weights(step, self._model.config, plan, read, tokens, store, advance)
-                grown_bytes = growth()
-            store.finish()
-            largest_bytes = 4 * max(map(math.prod, shapes.values()))
-            self._stages.progress.note(
-                f"quantising held at most {grown_bytes / 1e6:.0f} MB beyond the base, the "
-                f"activations of {tokens.size} tokens among it; the largest matrix has "
-                f"{largest_bytes / 1e6:.0f} MB in fp32"
-            )
-            if root.exists():
-                return
-            scratch.rename(root)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    def _quantise(self, plan: QuantPlan, tokens: NDArray[np.int32], store: TensorStore) -> None:
+        step = self._traced(plan)
+        shapes = {name: step.weights[name].shape for name in {*plan.methods, *plan.static}}
+        items = sum(map(math.prod, shapes.values()))
+        with (
+            growth_bytes() as growth,
+            self._stages.stage("quantise", shows_bars=True),
+            self._stages.progress.task("quantising", _FP32_BYTES * items) as advance,
+        ):
+            read = planned_reader(self._model.weights, plan)
 
-    def _sample(self) -> NDArray[np.int32]:
-        chosen = self._resolved.calibration
-        draft = self._draft_recipe()
+            def gone_through(count: int) -> None:
+                advance(_FP32_BYTES * count)
+
+            calibrate_weights(step, self._model.config, plan, read, tokens, store, gone_through)
+            grown_bytes = growth()
+        store.finish()
+        largest_bytes = _FP32_BYTES * max(map(math.prod, shapes.values()))
+        self._stages.progress.note(
+            f"quantising held at most {grown_bytes / 1e6:.0f} MB beyond the base, the "
+            f"activations of {tokens.size} tokens among it; the largest matrix has "
+            f"{largest_bytes / 1e6:.0f} MB in fp32"
+        )
+
+    def _distil(
+        self,
+        plan: QuantPlan,
+        chosen: Distillation,
+        tokens: NDArray[np.int32],
+        store: TensorStore,
+    ) -> None:
+        weights = self._model.weights
+        model = value_reader(planned_reader(weights, QuantPlan()))
+        rounded = value_reader(planned_reader(weights, plan, store))
+        step, config, seed = self._traced(plan), self._model.config, self._resolved.calibration.seed
+        kls: list[float] = []
+        with (
+            growth_bytes() as growth,
+            self._stages.stage("distil", shows_bars=True),
+            self._stages.progress.counted("distilling, steps", chosen.steps) as advance,
+        ):
+            for kl in distil(step, config, plan, model, rounded, tokens, store, chosen, seed):
+                if not math.isfinite(kl):
+                    raise BuildError(
+                        f"distillation: after {len(kls)} steps the KL to the model is {kl}; leave "
+                        "distillation out, or quantise to more bits"
+                    )
+                kls.append(kl)
+                advance(1)
+            grown_bytes = growth()
+        tenth = -(-len(kls) // 10)
+        first, last = float(np.mean(kls[:tenth])), float(np.mean(kls[-tenth:]))
+        store.distilled = Distilled(chosen.steps, first, last)
+        store.finish()
+        self._stages.progress.note(
+            f"distilling: KL to the model {first:.4f} nats a token at first, {last:.4f} at last; "
+            f"it held at most {grown_bytes / 1e6:.0f} MB beyond the base"
+        )
+
+    def _check_memory(self, plan: QuantPlan) -> None:
+        length = self._resolved.calibration.length
+        needed = needed_bytes(self._traced(plan), self._model.config, plan, length)
+        if needed > available_bytes():
+            raise BuildError(
+                f"distillation: about {needed / 1e9:.1f} GB of memory are needed to train all "
+                f"matrices together, and {available_bytes() / 1e9:.1f} GB are free; leave "
+                "distillation out, or build where there is more"
+            )
+
+    def _traced(self, plan: QuantPlan) -> StepGraph:
+        step = trace(self._model.config, "fp32")
+        untie_head(step, plan)
+        return step
+
+    def _sample(self, chosen: ResolvedCalibration) -> NDArray[np.int32]:
+        draft = self._draft_recipe(chosen)
         with tempfile.TemporaryDirectory(dir=self._root.parent) as scratch:
             root = Path(scratch)
             step = trace(self._model.config, draft.precision)
@@ -154,9 +216,9 @@ class Calibration:
             with self._stages.stage("sample"):
                 return sample_tokens(root, chosen.sequences, chosen.length, chosen.seed)
 
-    def _draft_recipe(self) -> ResolvedRecipe:
+    def _draft_recipe(self, chosen: ResolvedCalibration) -> ResolvedRecipe:
         """Of the engine that samples: the checkpoint's own codes where it has such."""
-        chosen, weights = self._resolved.calibration, self._model.weights
+        weights = self._model.weights
         together = min(_DRAFT_SEQUENCES, chosen.sequences)
         has_codes = any(weights.stored_grid(name) for name in weights.names)
         block_size = min(DEFAULT_BLOCK_SIZE, chosen.length)
@@ -188,6 +250,23 @@ class Calibration:
             for name in self._model.weights.names:
                 yield name
                 yield self._model.weights.read(name).tobytes()
+
+
+def _folder(key: str) -> Path:
+    return cache_root() / "calibration" / key
+
+
+@contextmanager
+def _making(root: Path) -> Iterator[Path]:
+    """A folder to be filled, which then becomes `root`; nothing is left of one that fails."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=root.parent))
+    try:
+        yield scratch
+        if not root.exists():
+            scratch.rename(root)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _digest(parts: Iterable[str | bytes]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,24 @@ Matrix = NDArray[np.generic] | QuantisedMatrix
 
 ACTIVATION_SCALES = "activation_scales"  # of a matrix: NAME.activation_scales
 _LOSSES = "losses.json"
+_DISTILLED = "distilled.json"
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What distillation reached: the KL to the model, nats a token, over the first tenth of its
+    steps and over the last."""
+
+    steps: int
+    first_kl_nats: float
+    last_kl_nats: float
 
 
 class TensorStore:
     """Tensors by canonical name in a folder: matrices on the plan's grids, and others as fp32.
 
     losses: of each rounded matrix, the squared error of its products with the calibration's inputs,
-    relative to the products'.
+    relative to the products', as it was first rounded. distilled: None where they weren't trained.
     """
 
     def __init__(self, root: Path, grids: Mapping[str, WeightGrid]) -> None:
@@ -32,6 +43,8 @@ class TensorStore:
         root.mkdir(parents=True, exist_ok=True)
         path = root / _LOSSES
         self.losses: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        path = root / _DISTILLED
+        self.distilled = Distilled(**json.loads(path.read_text())) if path.exists() else None
 
     def __contains__(self, name: str) -> bool:
         return self._path(name).exists()
@@ -92,8 +105,10 @@ class TensorStore:
         self.put(name, QuantisedMatrix(values.grid, values.codes, scales, minima, values.zeros))
 
     def finish(self) -> None:
-        """Keep the losses."""
+        """Keep the losses, and what distillation reached."""
         (self._root / _LOSSES).write_text(json.dumps(self.losses, indent=1) + "\n")
+        if self.distilled is not None:
+            (self._root / _DISTILLED).write_text(json.dumps(asdict(self.distilled)) + "\n")
 
     def _path(self, name: str) -> Path:
         return self._root / f"{name}.safetensors"

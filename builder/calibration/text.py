@@ -39,8 +39,8 @@ def tokens_of_file(
     if available < sequences:
         raise BuildError(
             f"calibration.data: {path} has {len(ids)} tokens, enough for {available} sequences of "
-            f"{length}, and calibration.sequences is {sequences}: give a longer file, or fewer or "
-            "shorter sequences"
+            f"{length}, and {sequences} are asked for: give a longer file, or fewer or shorter "
+            "sequences"
         )
     chosen = np.random.default_rng(seed).choice(available, sequences, replace=False)
     pieces = ids[: available * length].reshape(available, length)

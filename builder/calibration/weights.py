@@ -6,8 +6,7 @@ will give them. So each matrix makes up for what was lost before it, and no more
 held at a time than one matrix and the activations.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
 from llmbuild.builder.calibration.folding import input_scale_of
 from llmbuild.builder.calibration.store import ACTIVATION_SCALES, Matrix, TensorStore
+from llmbuild.builder.calibration.threads import one_thread
 from llmbuild.builder.graph.passes.rewrite import users
 from llmbuild.builder.graph.reference import Values, running
 from llmbuild.builder.graph.step_graph import StepGraph
@@ -138,7 +138,7 @@ class _Walk:
         plan = self._plan
         chosen = [name for name in readers if plan.methods.get(name) in _STRETCH]
         matrices = [(self._values(name), plan.weights[name]) for name in chosen]
-        with _one_thread():
+        with one_thread():
             if plan.methods[chosen[0]] == "awq":
                 return search_stretch(matrices, inputs.moments(0, False))
             group = plan.activation_groups.get(chosen[0], 0)
@@ -150,7 +150,7 @@ class _Walk:
         importance = torch.stack([self._values(name).square().sum(0) for name in names]).sum(0)
         self._scaled.update(names)
         for group in {self._plan.activation_groups[name] for name in names}:
-            with _one_thread():
+            with one_thread():
                 scales = activation_scales(inputs.x, importance, group)
             inputs.static_scales[group] = torch.from_numpy(scales)
             for name in names:
@@ -160,7 +160,7 @@ class _Walk:
     def _round(self, name: str, inputs: "_Inputs") -> None:
         grid, method = self._plan.weights[name], self._plan.methods[name]
         values, moments = self.read_floats(name), inputs.moments(*self._rounding(name))
-        with _one_thread():
+        with one_thread():
             if method == "gptq":
                 matrix = gptq(values, moments, grid)
             elif method == "awq":
@@ -206,18 +206,6 @@ class _Inputs:
         if self._moments is None or self._moments[0] != (group, static):
             self._moments = ((group, static), input_moments(self.rounded(group, static)))
         return self._moments[1]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For many small operations in torch, whose threads cost more than they bring: on a machine
-    that does something else beside, waiting for them took up to forty times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _relative_loss(

@@ -189,8 +189,9 @@ def _run_plugin(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Call the plugin with its tensors in order, absent trailing ones as None."""
     op = PLUGINS[node.op_type]
+    run = op._init_fn if torch.is_grad_enabled() else op  # the op itself has no gradient
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     names = [argument.name for argument in op._opoverload._schema.arguments]
     tensors = [name for name in names if name not in attributes]
     padded = [*inputs, *[None] * (len(tensors) - len(inputs))]
-    return op(**dict(zip(tensors, padded, strict=True)), **attributes)
+    return run(**dict(zip(tensors, padded, strict=True)), **attributes)

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from llmbuild.builder.recipe.calibration import DEFAULT_LENGTH, Calibration, ResolvedCalibration
+from llmbuild.builder.recipe.distillation import Distillation
 from llmbuild.builder.recipe.gate import Gate, ResolvedGate
 from llmbuild.builder.recipe.kv_cache import KVCache, ResolvedKVCache
 from llmbuild.builder.recipe.plan_file import PrecisionPlan, read_plan
@@ -168,6 +169,7 @@ class Recipe(Section):
         description=f"a list of distinct integers from 1 to {MAX_BUCKET}, ascending from 1",
     )
     calibration: Calibration = Calibration()
+    distillation: Distillation | None = None
     plan: str | None = Field(
         default=None,
         min_length=1,

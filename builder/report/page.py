@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from string import Template
 
+from llmbuild.builder.calibration.store import Distilled
 from llmbuild.builder.report.grids import Cell, LogScale, bars, bits_colour, layer_grid
 from llmbuild.builder.report.report import WEIGHTS, KVDtypes, Report
 from llmbuild.runtime.manifest import KV_ITEM_BITS
@@ -147,9 +148,19 @@ def _calibration(report: Report) -> str:
     if data is None:
         return "<p>Nothing in this plan needs calibration, and none ran.</p>"
     source = "the model's own samples (self)" if data.source == "self" else data.source
-    return _table(
+    tokens = _table(
         ("tokens from", "sequences", "tokens of each", "seed"),
         [(source, data.sequences, data.length, data.seed)],
+    )
+    return tokens + ("" if report.distilled is None else _distilled(report.distilled))
+
+
+def _distilled(reached: Distilled) -> str:
+    return (
+        f"<p>Then the matrices were trained together in {reached.steps} steps (distillation): "
+        f"KL to the model fell from {reached.first_kl_nats:.4f} to {reached.last_kl_nats:.4f} nats "
+        "a token, means of the first and last tenth of the steps. The losses above are those of "
+        "the matrices that it began with.</p>"
     )
 
 

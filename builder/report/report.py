@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmbuild.builder.assemble import Assembled
+from llmbuild.builder.calibration.store import Distilled
 from llmbuild.builder.gate import GateResult, Row
 from llmbuild.builder.models.canonical import HEAD
 from llmbuild.builder.models.config import DecoderConfig
@@ -108,6 +109,7 @@ class Report:
     matrices: list[Matrix]
     kv: list[KVDtypes]  # by layer
     calibration: CalibrationData | None  # None: none ran
+    distilled: Distilled | None  # None: it didn't run; the losses above are from before it
     decode: list[DecodeStep]
     ranks: list[RankShare]
     verified: dict[str, float | None]  # by ISA level; None: this processor can't run it
@@ -147,6 +149,7 @@ def make_report(
         matrices=_matrices(compiled, assembled.product_losses, rounding_losses),
         kv=_kv_dtypes(compiled, config),
         calibration=_calibration(assembled, calibration),
+        distilled=assembled.distilled,
         decode=_decode_steps(manifest, plan, config),
         ranks=_rank_shares(assembled) if len(manifest.ranks) > 1 else [],
         verified=verified,

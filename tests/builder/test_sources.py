@@ -637,6 +637,21 @@ def test_terminal_shows_bytes_and_plain_output_one_line(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "hashing (2.0 MB)\n"
 
 
+def test_counted_work_shows_how_much_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TerminalProgress().counted("training, steps", 300) as advance:
+        advance(300)
+    assert "300/300" in capsys.readouterr().err
+    seconds = iter([0.0, 30.0, 61.0, 61.0, 90.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    with PlainProgress().counted("training, steps", 300) as advance:
+        for _ in range(3):
+            advance(7)
+    said = "training, steps: 0 of 300\ntraining, steps: 14 of 300\n"
+    assert capsys.readouterr().err == said
+
+
 def test_fetch_command_prints_the_path_alone_on_stdout(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

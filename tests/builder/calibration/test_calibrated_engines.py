@@ -11,7 +11,7 @@ import yaml
 
 from llmbuild.builder.calibration import calibrate
 from llmbuild.builder.compile import compile
-from llmbuild.errors import BuildError
+from llmbuild.errors import BuildError, RecipeError
 from llmbuild.runtime.isa import supported_levels
 from llmbuild.runtime.manifest import read_manifest
 
@@ -130,3 +130,43 @@ def test_a_channel_that_calibration_never_saw_fails_the_build_and_is_named(
     with pytest.raises(BuildError, match=r"layers\.1\.v\.1 \(int8-static\): 16 of 16 channels"):
         compile(recipe, tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
+
+
+def test_distillation_trains_what_a_method_rounded_and_is_reported(
+    save_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = {"scheme": "w4a16", "group_size": 32}
+    distillation = {"steps": 20, "batch": 4, "sequences": 6}
+    recipe = save_recipe(quantisation=scheme, distillation=distillation)
+    engine = compile(recipe, tmp_path / "engine")
+    distilled = json.loads((engine / "report.json").read_text())["distilled"]
+    assert distilled["steps"] == 20
+    assert 0 < distilled["last_kl_nats"] < distilled["first_kl_nats"]
+    rounded = compile(recipe, tmp_path / "rounded", ["distillation=null"])
+    assert json.loads((rounded / "report.json").read_text())["distilled"] is None
+    assert weights_sha256(rounded) != weights_sha256(engine)
+    monkeypatch.setattr(calibrate, "cache_root", lambda: tmp_path / "empty")
+    again = compile(recipe, tmp_path / "again")
+    assert weights_sha256(again) == weights_sha256(engine)
+
+
+def test_distillation_without_anything_to_train_is_refused(
+    save_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = save_recipe(
+        quantisation={"scheme": "w8a8", "method": "rtn"}, distillation={"steps": 5}
+    )
+    with pytest.raises(RecipeError, match=r"distillation: given, and no matrix is rounded by gptq"):
+        compile(recipe, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_distillation_that_memory_cant_hold_is_refused_before_anything_is_sampled(
+    save_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = {"scheme": "w4a16", "group_size": 32}
+    recipe = save_recipe(quantisation=scheme, distillation={"steps": 5})
+    monkeypatch.setattr(calibrate, "available_bytes", lambda: 1_000_000)
+    with pytest.raises(BuildError, match=r"GB of memory are needed .* and 0\.0 GB are free"):
+        compile(recipe, tmp_path / "engine")
+    assert not (tmp_path / "cache" / "calibration").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbuild.builder.calibration.store import Distilled
 from llmbuild.builder.gate import Row
 from llmbuild.builder.report.grids import LogScale
 from llmbuild.builder.report.page import write_report
@@ -35,6 +36,7 @@ REPORT = Report(
     matrices=MATRICES,
     kv=[KVDtypes(["int8"] * 3, ["int4", "int4", "bf16"])] * 11,
     calibration=CalibrationData("self", 32, 512, 7),
+    distilled=Distilled(300, 0.1875, 0.0625),
     decode=[DecodeStep(128, 10, 10, 100)],
     ranks=[],
     verified={"x86-64-v4": None, "x86-64-v3": 1.5e-6},
@@ -192,8 +194,11 @@ def test_gate_and_calibration_are_shown_or_said_not_to_have_run(page: Page, tmp_
     assert page.text[row + 1 : row + 4] == ["0.9877", "at least 0.9", "5 windows"]
     source = page.text.index("the model's own samples (self)")
     assert page.text[source + 1 : source + 4] == ["32", "512", "7"]
-    bare = Page(replace(REPORT, gate=[], calibration=None, matrices=[EMBEDDING]), tmp_path)
-    text = "".join(bare.text)
+    assert "in 300 steps" in (trained := "".join(page.text))
+    assert "from 0.1875 to 0.0625 nats" in trained
+    bare = replace(REPORT, gate=[], calibration=None, distilled=None, matrices=[EMBEDDING])
+    text = "".join(Page(bare, tmp_path).text)
+    assert "distillation" not in text
     assert "has no gate" in text
     assert "needs calibration, and none ran" in text
     assert "No matrix is quantised" in text

@@ -1,0 +1,205 @@
+"""Distillation: trains the rounded matrices all together until the model's output is again that of
+the model as it was.
+
+Rounding one matrix after the other minds each one's own products. Here the gradient of what counts,
+KL(model || rounded model) over the calibration tokens, reaches every code and scale: Liu et al.,
+"LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", 2023.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+
+from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
+from llmbuild.builder.calibration.store import ACTIVATION_SCALES, TensorStore
+from llmbuild.builder.calibration.threads import one_thread
+from llmbuild.builder.graph.reference import running
+from llmbuild.builder.graph.step_graph import StepGraph
+from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.recipe.distillation import Distillation
+from llmbuild.plugins.common.kv_pools import bind_kv_pools
+from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.registry import DOMAIN
+from llmbuild.quant.grid import QuantisedMatrix
+from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.trained import Rates, TrainedMatrix
+
+Read = Callable[[str], NDArray[np.generic]]
+Matrices = Mapping[str, torch.Tensor]
+
+_RATES = Rates(positions=0.02, scales=0.002)
+_WARM_UP = 0.1  # of the steps, in which rates rise
+_LOGITS_AT_ONCE = 1 << 25  # so many a thread holds: 128 MB in fp32, several times
+_BYTES_A_WEIGHT = 20  # position, two moments, gradient, and in bf16 its value and the model's
+_BYTES_A_LOGIT = 32  # of both models, logarithms, gradients; and the activations beside them
+
+
+def distil(
+    step: StepGraph,
+    config: DecoderConfig,
+    plan: QuantPlan,
+    read_model: Read,
+    read_rounded: Read,
+    tokens: NDArray[np.int32],
+    store: TensorStore,
+    chosen: Distillation,
+    seed: int,
+) -> Iterator[float]:
+    """Train the store's matrices, which are put back when the iterator is exhausted; gives the KL
+    of each step's tokens before the step, nats a token.
+
+    step: as traced in fp32, before any pass. read_model, read_rounded: tensors as values, of the
+    model as it was and as it is rounded. tokens: [sequences, length], gone through in an order that
+    follows from the seed.
+    """
+    trained = {name: TrainedMatrix(_stored(store, name), _RATES) for name in plan.methods}
+    teacher = Side(step, config, functools.cache(read_model), linear_matrices(step, read_model), {})
+    others = linear_matrices(step, read_rounded, without=trained)
+    activations = _activations(plan, store)
+    student = Side(step, config, functools.cache(read_rounded), others, activations)
+    for index, rows in enumerate(_drawn(len(tokens), chosen, seed)):
+        values = {name: each.values() for name, each in trained.items()}
+        loss, gradients = kl_gradients(teacher, student, values, tokens[rows])
+        for name, gradient in gradients.items():
+            trained[name].step(gradient, _rate(index, chosen.steps))
+        yield loss
+    for name, each in trained.items():
+        store.put(name, each.rounded())
+
+
+def needed_bytes(step: StepGraph, config: DecoderConfig, plan: QuantPlan, length: int) -> int:
+    """About what training holds beyond the base, for sequences of this length."""
+    weights = sum(math.prod(step.weights[name].shape) for name in plan.methods)
+    threads = torch.get_num_threads()
+    logits = max(_LOGITS_AT_ONCE, length * config.vocab_size)
+    return _BYTES_A_WEIGHT * weights + threads * (_BYTES_A_LOGIT * logits + 2 * weights)
+
+
+@dataclass
+class Side:
+    """One of the two models. matrices: those that linears multiply by, bf16, by name. activations:
+    how the inputs of such a linear are rounded: columns of a group, and static scales."""
+
+    step: StepGraph
+    config: DecoderConfig
+    read: Read
+    matrices: Matrices
+    activations: Mapping[str, tuple[int, torch.Tensor | None]]
+
+    def logits(self, tokens: NDArray[np.int32]) -> torch.Tensor:
+        """fp32 [tokens, vocab]."""
+        half: tuple[ir.Value | None, torch.Tensor] = (None, torch.empty(0))
+        with bind_kv_pools(fp32_pools(self.config, tokens.shape)):
+            for node, values in running(self.step, self.read, calibration_batch(tokens)):
+                if (node.domain, node.op_type) == (DOMAIN, "linear"):
+                    source, weight, *rest = node.inputs
+                    assert source is not None
+                    assert weight is not None
+                    name = str(weight.name)
+                    if source is not half[0] or self.activations:
+                        half = (source, self._rounded(name, values[source]).bfloat16())
+                    y = torch.nn.functional.linear(half[1], self.matrices[name]).float()
+                    values[node.outputs[0]] = self._with_bias(y, rest)
+                last = values
+        return last[self.step.graph.outputs[0]]
+
+    def _rounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Inputs of a linear as the engine rounds them; the gradient is that of x."""
+        group, scales = self.activations.get(name, (0, None))
+        if not group:
+            return x
+        with torch.no_grad():
+            error = round_to_int8(x, group, scales) - x
+        return x + error
+
+    def _with_bias(self, y: torch.Tensor, bias: list[ir.Value | None]) -> torch.Tensor:
+        if not bias or bias[0] is None:
+            return y
+        return y + torch.from_numpy(self.read(str(bias[0].name)).astype(np.float32))
+
+
+def kl_gradients(
+    teacher: Side, student: Side, values: Matrices, tokens: NDArray[np.int32]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean KL over the tokens, and its gradients by the values of the student's matrices."""
+    threads = min(torch.get_num_threads(), len(tokens))
+    share = functools.partial(_share, teacher, student, values, 1 / tokens.size)
+    # Whole sequences for each thread: waiting for each other in every operation costs more.
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
+        shares = list(pool.map(share, np.array_split(tokens, threads)))
+    total = shares[0][1]
+    for _, gradients in shares[1:]:
+        for name, gradient in gradients.items():
+            total[name] += gradient
+    return sum(loss for loss, _ in shares), total
+
+
+def _share(
+    teacher: Side,
+    student: Side,
+    values: Matrices,
+    weight: float,
+    tokens: NDArray[np.int32],
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Of the sum over these tokens, times the weight."""
+    leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+    student = replace(student, matrices={**student.matrices, **leaves})
+    together = max(1, _LOGITS_AT_ONCE // (tokens.shape[1] * student.config.vocab_size))
+    total = 0.0
+    for begin in range(0, len(tokens), together):
+        part = tokens[begin : begin + together]
+        with torch.no_grad():
+            wanted = teacher.logits(part).log_softmax(-1)
+        given = student.logits(part).log_softmax(-1)
+        loss = torch.nn.functional.kl_div(given, wanted, reduction="sum", log_target=True) * weight
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def linear_matrices(
+    step: StepGraph, read: Read, without: Mapping[str, object] | None = None
+) -> dict[str, torch.Tensor]:
+    """Those that linears multiply by."""
+    nodes = (node for node in step.graph if node.op_type == "linear")
+    names = dict.fromkeys(str(node.inputs[1].name) for node in nodes if node.inputs[1] is not None)
+    wanted = [name for name in names if name not in (without or {})]
+    return {name: torch.from_numpy(read(name).astype(np.float32)).bfloat16() for name in wanted}
+
+
+def _stored(store: TensorStore, name: str) -> QuantisedMatrix:
+    matrix = store.get(name)
+    assert isinstance(matrix, QuantisedMatrix)
+    return matrix
+
+
+def _activations(plan: QuantPlan, store: TensorStore) -> dict[str, tuple[int, torch.Tensor | None]]:
+    static = {
+        name: torch.from_numpy(np.asarray(store.get(f"{name}.{ACTIVATION_SCALES}")))
+        for name in plan.static
+    }
+    return {name: (group, static.get(name)) for name, group in plan.activation_groups.items()}
+
+
+def _drawn(sequences: int, chosen: Distillation, seed: int) -> Iterator[NDArray[np.intp]]:
+    """The sequences of each step: all in turn, in an order that is new each time."""
+    rng = np.random.default_rng(seed)
+    waiting = np.empty(0, np.intp)
+    for _ in range(chosen.steps):
+        while len(waiting) < chosen.batch:
+            waiting = np.concatenate((waiting, rng.permutation(sequences)))
+        yield waiting[: chosen.batch]
+        waiting = waiting[chosen.batch :]
+
+
+def _rate(index: int, steps: int) -> float:
+    """Rises at first, then falls with the cosine."""
+    warm = max(1, round(_WARM_UP * steps))
+    return min(1, (index + 1) / warm) * (1 + math.cos(math.pi * index / steps)) / 2
