@@ -133,7 +133,7 @@ def test_a_channel_that_calibration_never_saw_fails_the_build_and_is_named(
 
 
 def test_distillation_trains_what_a_method_rounded_and_is_reported(
-    save_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     scheme = {"scheme": "w4a16", "group_size": 32}
     distillation = {"steps": 20, "batch": 4, "sequences": 6}
@@ -142,6 +142,16 @@ def test_distillation_trains_what_a_method_rounded_and_is_reported(
     distilled = json.loads((engine / "report.json").read_text())["distilled"]
     assert distilled["steps"] == 20
     assert 0 < distilled["last_kl_nats"] < distilled["first_kl_nats"]
+
+
+@pytest.mark.slow
+def test_a_distilled_engine_comes_out_the_same_again(
+    save_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = {"scheme": "w4a16", "group_size": 32}
+    distillation = {"steps": 20, "batch": 4, "sequences": 6}
+    recipe = save_recipe(quantisation=scheme, distillation=distillation)
+    engine = compile(recipe, tmp_path / "engine")
     rounded = compile(recipe, tmp_path / "rounded", ["distillation=null"])
     assert json.loads((rounded / "report.json").read_text())["distilled"] is None
     assert weights_sha256(rounded) != weights_sha256(engine)

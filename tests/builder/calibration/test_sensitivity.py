@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "parallel, biases": SHAPE
     | {"parallel_residual": True, "shared_norm": True, "qkv_bias": True, "mlp_bias": True},
 }
+QUICK = "tied, QK-norm"
 TOKENS = np.random.default_rng(3).integers(0, 37, (3, 13)).astype(np.int32)
 SCORED = 5
 
@@ -79,7 +80,13 @@ def measure(
     return measure_changes(step, config, read, TOKENS, SCORED, changes, lambda _: None)
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, id=name, marks=() if name == QUICK else pytest.mark.slow)
+        for name, variant in VARIANTS.items()
+    ],
+)
 def test_kl_of_a_kv_dtype_is_that_of_two_whole_runs(
     traced: Callable[..., StepGraph],
     decoder_config: Callable[..., DecoderConfig],
