@@ -29,6 +29,7 @@ HEADERS = (
     *("torch us", "torch / ours", "result"),
 )
 JSON_PATH = Path("gpu-kernels.json")
+_DIGITS = 6  # of batches and contexts
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,13 @@ def _versions() -> dict[str, str]:
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    parts = value.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{value!r} isn't numbers with commas between, such as 1,16")
+    parts = [part.strip() for part in value.split(",")]
+    is_number = [part.isascii() and part.isdecimal() and len(part) <= _DIGITS for part in parts]
+    if not all(is_number) or 0 in map(int, parts):
+        raise click.BadParameter(
+            f"{value!r} isn't numbers of at most {_DIGITS} digits, not 0, with commas between, "
+            "such as 1,16"
+        )
     return tuple(map(int, parts))
 
 
@@ -142,19 +147,21 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     "--json",
     "json_path",
     type=click.Path(path_type=Path),
-    default=JSON_PATH,
     metavar="FILE",
-    show_default=True,
+    help=f"Where results go, {JSON_PATH} by default.",
 )
 @click.option("--compile-only", "sm", type=int, metavar="SM", help="Compile, without a GPU.")
 def main(
     only: str,
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
-    json_path: Path,
+    json_path: Path | None,
     sm: int | None,
 ) -> None:
     """Check every kernel against torch and time it, beside a copy's bandwidth and torch."""
+    if sm is not None and json_path is not None:
+        raise UserError("--compile-only measures nothing: leave --json out")
+    json_path = json_path or JSON_PATH
     report.check_output(json_path)
     if sm is not None:
         capability(sm)  # refuses what isn't known

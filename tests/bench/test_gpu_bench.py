@@ -303,6 +303,13 @@ def test_without_a_gpu_it_says_so_in_one_line(
 def test_unknown_names_are_refused(few: list[Case], capsys: pytest.CaptureFixture[str]) -> None:
     assert "no case has 'x y'" in ends_with(["--compile-only", "90", "--only", "x y"], capsys)
     assert "SM 91; known: 80" in ends_with(["--compile-only", "91"], capsys)
+    both = ["--compile-only", "90", "--json", "x.json"]
+    assert "--compile-only measures nothing" in ends_with(both, capsys)
+    for option in ("--batches", "--contexts"):
+        for value in ("9" * 5000, "1,0", "x", ""):
+            done = CliRunner().invoke(command.main, [option, value])
+            assert done.exit_code == 2
+            assert "isn't numbers of at most 6 digits" in " ".join(done.output.split())
     with pytest.raises(UserError, match="doesn't exist"):
         CliRunner().invoke(command.main, ["--json", "/none/x.json"], catch_exceptions=False)
 
