@@ -6,15 +6,24 @@ from llmbuild.builder.assemble import Model
 from llmbuild.builder.checkpoint import open_checkpoint
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.weights import ModelWeights
+from llmbuild.builder.recipe.calibration import SELF
 from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe, effective_yaml
 from llmbuild.builder.sources import fetch, parse_source
 from llmbuild.builder.sources.progress import Progress
 from llmbuild.builder.stages import Stages
 from llmbuild.cache import cache_root
+from llmbuild.errors import RecipeError
 
 
 def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
-    """Fetch and open the recipe's model."""
+    """Fetch and open the recipe's model. Raises RecipeError for calibration data that aren't there:
+    better known before a fetch than after."""
+    data = recipe.calibration.data
+    if data != SELF and not (base_dir / data).is_file():
+        raise RecipeError(
+            f"recipe {recipe.name}:\n  calibration.data: given {data}; {base_dir / data} isn't "
+            "a file"
+        )
     with stages.stage("fetch", shows_bars=True):
         path = fetch(
             parse_source(recipe.model.source),

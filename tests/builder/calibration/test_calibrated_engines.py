@@ -104,6 +104,15 @@ def test_texts_and_chats_calibrate_too(save_recipe: Callable[..., Path], tmp_pat
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.parametrize("data", ["absent.txt", ".", "x\0y"])
+def test_data_that_are_no_file_are_refused_before_the_model_is_fetched(
+    save_recipe: Callable[..., Path], tmp_path: Path, data: str
+) -> None:
+    recipe = save_recipe(calibration={**CALIBRATION, "data": data})
+    with pytest.raises(RecipeError, match=r"calibration\.data: given .*isn't a file"):
+        compile(recipe, tmp_path / "engine", ["model.source=path:nowhere"])
+
+
 def test_a_static_kv_cache_is_calibrated(save_recipe: Callable[..., Path], tmp_path: Path) -> None:
     overrides = [
         {"match": "layers.0.k.*", "dtype": "int8-static"},
