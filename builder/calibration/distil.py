@@ -8,31 +8,23 @@ KL(model || rounded model) over the calibration tokens, reaches every code and s
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
+from llmbuild.builder.calibration.side import Matrices, Read, Side, linear_matrices
 from llmbuild.builder.calibration.store import ACTIVATION_SCALES, TensorStore
 from llmbuild.builder.calibration.threads import one_thread
-from llmbuild.builder.graph.reference import running
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.recipe.distillation import Distillation
-from llmbuild.plugins.common.kv_pools import bind_kv_pools
-from llmbuild.plugins.common.quantised import round_to_int8
-from llmbuild.plugins.registry import DOMAIN
 from llmbuild.quant.grid import QuantisedMatrix
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.trained import Rates, TrainedMatrix
-
-Read = Callable[[str], NDArray[np.generic]]
-Matrices = Mapping[str, torch.Tensor]
 
 _RATES = Rates(positions=0.02, scales=0.002)
 _WARM_UP = 0.1  # of the steps, in which rates rise
@@ -82,49 +74,6 @@ def needed_bytes(step: StepGraph, config: DecoderConfig, plan: QuantPlan, length
     return _BYTES_A_WEIGHT * weights + threads * (_BYTES_A_LOGIT * logits + 2 * weights)
 
 
-@dataclass
-class Side:
-    """One of the two models. matrices: those that linears multiply by, bf16, by name. activations:
-    how the inputs of such a linear are rounded: columns of a group, and static scales."""
-
-    step: StepGraph
-    config: DecoderConfig
-    read: Read
-    matrices: Matrices
-    activations: Mapping[str, tuple[int, torch.Tensor | None]]
-
-    def logits(self, tokens: NDArray[np.int32]) -> torch.Tensor:
-        """fp32 [tokens, vocab]."""
-        half: tuple[ir.Value | None, torch.Tensor] = (None, torch.empty(0))
-        with bind_kv_pools(fp32_pools(self.config, tokens.shape)):
-            for node, values in running(self.step, self.read, calibration_batch(tokens)):
-                if (node.domain, node.op_type) == (DOMAIN, "linear"):
-                    source, weight, *rest = node.inputs
-                    assert source is not None
-                    assert weight is not None
-                    name = str(weight.name)
-                    if source is not half[0] or self.activations:
-                        half = (source, self._rounded(name, values[source]).bfloat16())
-                    y = torch.nn.functional.linear(half[1], self.matrices[name]).float()
-                    values[node.outputs[0]] = self._with_bias(y, rest)
-                last = values
-        return last[self.step.graph.outputs[0]]
-
-    def _rounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Inputs of a linear as the engine rounds them; the gradient is that of x."""
-        group, scales = self.activations.get(name, (0, None))
-        if not group:
-            return x
-        with torch.no_grad():
-            error = round_to_int8(x, group, scales) - x
-        return x + error
-
-    def _with_bias(self, y: torch.Tensor, bias: list[ir.Value | None]) -> torch.Tensor:
-        if not bias or bias[0] is None:
-            return y
-        return y + torch.from_numpy(self.read(str(bias[0].name)).astype(np.float32))
-
-
 def kl_gradients(
     teacher: Side, student: Side, values: Matrices, tokens: NDArray[np.int32]
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -162,16 +111,6 @@ def _share(
         loss.backward()
         total += float(loss.detach())
     return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-
-
-def linear_matrices(
-    step: StepGraph, read: Read, without: Mapping[str, object] | None = None
-) -> dict[str, torch.Tensor]:
-    """Those that linears multiply by."""
-    nodes = (node for node in step.graph if node.op_type == "linear")
-    names = dict.fromkeys(str(node.inputs[1].name) for node in nodes if node.inputs[1] is not None)
-    wanted = [name for name in names if name not in (without or {})]
-    return {name: torch.from_numpy(read(name).astype(np.float32)).bfloat16() for name in wanted}
 
 
 def _stored(store: TensorStore, name: str) -> QuantisedMatrix:

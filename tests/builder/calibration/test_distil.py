@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
-from llmbuild.builder.calibration.distil import Side, distil, kl_gradients, linear_matrices
+from llmbuild.builder.calibration.distil import distil, kl_gradients
+from llmbuild.builder.calibration.side import Side, linear_matrices
 from llmbuild.builder.calibration.store import ACTIVATION_SCALES, TensorStore
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.graph.step_graph import StepGraph
