@@ -736,13 +736,18 @@ def test_recipe_is_frozen(tmp_path: Path) -> None:
         recipe.limits.max_step_tokens = 3
 
 
-@pytest.mark.parametrize(
-    "name", ["smollm2-135m", "smollm2-135m-fp32", "smollm2-135m-rtx", "llama-3.1-8b"]
+RECIPES = sorted(
+    path.stem
+    for path in (Path(__file__).parents[3] / "recipes").glob("*.yaml")
+    if not path.stem.endswith(".plan")
 )
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_shipped_recipe_loads_under_its_own_name(name: str, checkout: Path) -> None:
     recipe = load_recipe(checkout / "recipes" / f"{name}.yaml")
     assert recipe.name == name
-    precisions = {"fp32": "fp32", "rtx": "fp16"}
+    precisions = {"fp32": "fp32", "rtx": "fp16", "tensorrt": "fp16"}
     assert recipe.resolve(131072).precision == precisions.get(name.split("-")[-1], "bf16")
 
 
