@@ -24,7 +24,8 @@ _FIRST_MAJOR = 11
 _INSTALL = (
     "install TensorRT 11 or newer: `pip install '.[build,tensorrt]'` in llmbuild's checkout has it "
     "(tensorrt-cu13, of 11.1 or newer; 10.14 breaks plugins that are compiled ahead of time, and "
-    "other releases before 11 are untried)"
+    "other releases before 11 are untried), on a machine with the kind of GPU that will serve. "
+    "Without a GPU choose target tensorrt-rtx, or cpu"
 )
 
 
