@@ -9,7 +9,7 @@ from llmbuild.builder.artifact import EngineWriter, out_path, seal_engine
 from llmbuild.builder.assemble import Assembled, Model, assemble
 from llmbuild.builder.compile_plans import compile_plans
 from llmbuild.builder.gate import GateResult, check_texts, reference_recipe, run_gate
-from llmbuild.builder.open_model import open_model, state_recipe
+from llmbuild.builder.open_model import check_calibration_data, open_model, state_recipe
 from llmbuild.builder.prepare import prepare
 from llmbuild.builder.rank_set import RankSet, check_rank
 from llmbuild.builder.recipe.recipe import (
@@ -82,6 +82,7 @@ def _compile(
     recipe_path = Path(recipe_path)
     base_dir = recipe_path.parent
     recipe = load_recipe(recipe_path, overrides)
+    check_calibration_data(recipe, base_dir)
     if recipe.target.kind != CPU:
         if rank is not None:
             raise RecipeError(

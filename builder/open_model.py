@@ -15,15 +15,18 @@ from llmbuild.cache import cache_root
 from llmbuild.errors import RecipeError
 
 
-def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
-    """Fetch and open the recipe's model. Raises RecipeError for calibration data that aren't there:
-    better known before a fetch than after."""
+def check_calibration_data(recipe: Recipe, base_dir: Path) -> None:
+    """Raises RecipeError for a file that isn't there: better known before a fetch than after."""
     data = recipe.calibration.data
     if data != SELF and not (base_dir / data).is_file():
         raise RecipeError(
-            f"recipe {recipe.name}:\n  calibration.data: given {data}; {base_dir / data} isn't "
-            "a file"
+            f"recipe {recipe.name}:\n  calibration.data: given {data}; {base_dir / data} isn't a "
+            "file"
         )
+
+
+def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
+    """Fetch and open the recipe's model."""
     with stages.stage("fetch", shows_bars=True):
         path = fetch(
             parse_source(recipe.model.source),

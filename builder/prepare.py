@@ -10,6 +10,7 @@ from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
+from llmbuild.builder.recipe.distillation import NOTHING_TO_TRAIN
 from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.builder.shard.localise import Scales
 from llmbuild.builder.stages import Stages
@@ -43,11 +44,7 @@ def prepare(
         step = trace(model.config, traced_precision(resolved))
     plan = plan_quantisation(resolved.quantisation, step, model.weights, resolved.target.kind)
     if resolved.distillation is not None and not plan.methods:
-        raise RecipeError(
-            f"recipe {resolved.name}:\n  distillation: given, and no matrix is rounded by gptq, "
-            "awq or smoothquant, which it could train: choose one of them as quantisation.method, "
-            "or leave distillation out"
-        )
+        raise RecipeError(f"recipe {resolved.name}:\n  distillation: given; {NOTHING_TO_TRAIN}")
     untie_head(step, plan)
     calibration = Calibration(model, resolved, base_dir, root, stages)
     calibrated = calibration.tensors(plan) if plan.needs_calibration else None

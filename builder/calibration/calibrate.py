@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import llmbuild.builder.calibration as calibration_package
@@ -25,7 +26,7 @@ from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.quantisation import kv_layout, plan_quantisation, untie_head
 from llmbuild.builder.recipe.calibration import SELF, ResolvedCalibration
-from llmbuild.builder.recipe.distillation import Distillation
+from llmbuild.builder.recipe.distillation import ResolvedDistillation
 from llmbuild.builder.recipe.kv_cache import ResolvedKVCache
 from llmbuild.builder.recipe.quantisation import Quantisation
 from llmbuild.builder.recipe.recipe import (
@@ -72,18 +73,18 @@ class Calibration:
             tokenizer = load_tokenizer(self._root)
             path = self._base_dir / chosen.data
             template = load_chat_template(self._root, tokenizer)
-            return tokens_of_file(
-                path, tokenizer, template, chosen.sequences, chosen.length, chosen.seed
-            )
+            asked = "calibration.sequences" if sequences is None else "distillation.sequences"
+            return tokens_of_file(path, tokenizer, template, chosen, asked)
         key = self._key("tokens", f"{chosen.sequences} {chosen.length} {chosen.seed}")
         path = cache_root() / "calibration" / f"{key}.npy"
-        if not path.exists():
+        tokens = _loaded(path)
+        if tokens is None:
             tokens = self._sample(chosen)
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 np.save(file, tokens)
             Path(file.name).replace(path)
-        return np.asarray(np.load(path, allow_pickle=False))
+        return tokens
 
     def tensors(self, plan: QuantPlan) -> TensorStore:
         """What the plan's methods make of the model's tensors, trained together where the recipe
@@ -102,7 +103,10 @@ class Calibration:
                 self._quantise(plan, tokens, TensorStore(scratch, plan.weights))
         if chosen is None or trained_on is None:
             return TensorStore(root, plan.weights)
-        trained_root = _folder(self._key("distilled", key, repr(chosen), trained_on.tobytes()))
+        # Both decide in which order sums are taken.
+        order = f"{self._resolved.calibration.seed} {torch.get_num_threads()}"
+        parts = (key, repr(chosen), order, trained_on.tobytes())
+        trained_root = _folder(self._key("distilled", *parts))
         if not trained_root.exists():
             with _making(trained_root) as scratch:
                 shutil.copytree(root, scratch, dirs_exist_ok=True)
@@ -147,7 +151,7 @@ class Calibration:
     def _distil(
         self,
         plan: QuantPlan,
-        chosen: Distillation,
+        chosen: ResolvedDistillation,
         tokens: NDArray[np.int32],
         store: TensorStore,
     ) -> None:
@@ -175,7 +179,7 @@ class Calibration:
         store.distilled = Distilled(chosen.steps, first, last)
         store.finish()
         self._stages.progress.note(
-            f"distilling: KL to the model {first:.4f} nats a token at first, {last:.4f} at last; "
+            f"distilling: KL to the model {first:.3g} nats a token at first, {last:.3g} at last; "
             f"it held at most {grown_bytes / 1e6:.0f} MB beyond the base"
         )
 
@@ -252,6 +256,14 @@ class Calibration:
                 yield self._model.weights.read(name).tobytes()
 
 
+def _loaded(path: Path) -> NDArray[np.int32] | None:
+    """An array that is kept; None if it isn't, or is damaged."""
+    try:
+        return np.asarray(np.load(path, allow_pickle=False), np.int32)
+    except (OSError, ValueError, EOFError):
+        return None
+
+
 def _folder(key: str) -> Path:
     return cache_root() / "calibration" / key
 
@@ -263,8 +275,11 @@ def _making(root: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(dir=root.parent))
     try:
         yield scratch
-        if not root.exists():
+        try:
             scratch.rename(root)
+        except OSError:
+            if not root.exists():  # else another build was quicker
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -21,7 +21,7 @@ from llmbuild.builder.calibration.store import ACTIVATION_SCALES, TensorStore
 from llmbuild.builder.calibration.threads import one_thread
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
-from llmbuild.builder.recipe.distillation import Distillation
+from llmbuild.builder.recipe.distillation import ResolvedDistillation
 from llmbuild.quant.grid import QuantisedMatrix
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.trained import Rates, TrainedMatrix
@@ -41,7 +41,7 @@ def distil(
     read_rounded: Read,
     tokens: NDArray[np.int32],
     store: TensorStore,
-    chosen: Distillation,
+    chosen: ResolvedDistillation,
     seed: int,
 ) -> Iterator[float]:
     """Train the store's matrices, which are put back when the iterator is exhausted; gives the KL
@@ -127,7 +127,7 @@ def _activations(plan: QuantPlan, store: TensorStore) -> dict[str, tuple[int, to
     return {name: (group, static.get(name)) for name, group in plan.activation_groups.items()}
 
 
-def _drawn(sequences: int, chosen: Distillation, seed: int) -> Iterator[NDArray[np.intp]]:
+def _drawn(sequences: int, chosen: ResolvedDistillation, seed: int) -> Iterator[NDArray[np.intp]]:
     """The sequences of each step: all in turn, in an order that is new each time."""
     rng = np.random.default_rng(seed)
     waiting = np.empty(0, np.intp)

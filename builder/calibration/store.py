@@ -1,16 +1,18 @@
 """What calibration makes of a model's tensors, on disk, one file each."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from llmbuild.errors import BuildError
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 from llmbuild.quant.plan import QuantPlan
 
@@ -33,6 +35,7 @@ class Distilled:
 
 class TensorStore:
     """Tensors by canonical name in a folder: matrices on the plan's grids, and others as fp32.
+    Raises BuildError for a file there that is damaged.
 
     losses: of each rounded matrix, the squared error of its products with the calibration's inputs,
     relative to the products', as it was first rounded. distilled: None where they weren't trained.
@@ -41,10 +44,14 @@ class TensorStore:
     def __init__(self, root: Path, grids: Mapping[str, WeightGrid]) -> None:
         self._root, self._grids = root, grids
         root.mkdir(parents=True, exist_ok=True)
-        path = root / _LOSSES
-        self.losses: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-        path = root / _DISTILLED
-        self.distilled = Distilled(**json.loads(path.read_text())) if path.exists() else None
+        losses, distilled = root / _LOSSES, root / _DISTILLED
+        with _undamaged(root):
+            self.losses: dict[str, float] = (
+                json.loads(losses.read_text()) if losses.exists() else {}
+            )
+            self.distilled = (
+                Distilled(**json.loads(distilled.read_text())) if distilled.exists() else None
+            )
 
     def __contains__(self, name: str) -> bool:
         return self._path(name).exists()
@@ -54,7 +61,7 @@ class TensorStore:
         if name not in self:
             return None
         wanted = slice(*rows) if rows else slice(None)
-        with safe_open(self._path(name), framework="numpy") as file:
+        with _undamaged(self._root), safe_open(self._path(name), framework="numpy") as file:
             names = file.keys()
             parts: dict[str, NDArray[Any]] = {n: file.get_slice(n)[wanted] for n in names}
         if "values" in parts:
@@ -112,3 +119,14 @@ class TensorStore:
 
     def _path(self, name: str) -> Path:
         return self._root / f"{name}.safetensors"
+
+
+@contextmanager
+def _undamaged(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise BuildError(
+            f"what calibration kept in {root} is damaged ({error}); remove that folder, and it "
+            "will be made again"
+        ) from error

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from llmbuild.builder.recipe.calibration import ResolvedCalibration
 from llmbuild.errors import BuildError, RequestError
 from llmbuild.runtime.chat import ChatTemplate
 from llmbuild.runtime.tokenizer import Tokenizer
@@ -24,14 +25,19 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def tokens_of_file(
-    path: Path, tokenizer: Tokenizer, template: ChatTemplate, sequences: int, length: int, seed: int
+    path: Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    chosen: ResolvedCalibration,
+    asked: str,
 ) -> NDArray[np.int32]:
-    """Tokens [sequences, length]: pieces of the file, spread over it by the seed.
+    """Tokens [chosen.sequences, chosen.length]: pieces of the file, spread over it by the seed.
+    asked: the recipe's key that says how many.
 
     A .jsonl file's lines are {"text": ...} or {"messages": [{"role": ..., "content": ...}, ...]};
     any other file is text. Raises BuildError for a file that can't be used or is too short.
     """
-    texts = _texts(path, template)
+    texts, sequences, length = _texts(path, template), chosen.sequences, chosen.length
     ids = np.concatenate(
         [np.array(tokenizer.encode(text), np.int32) for text in texts] or [np.empty(0, np.int32)]
     )
@@ -39,12 +45,12 @@ def tokens_of_file(
     if available < sequences:
         raise BuildError(
             f"calibration.data: {path} has {len(ids)} tokens, enough for {available} sequences of "
-            f"{length}, and {sequences} are asked for: give a longer file, or fewer or shorter "
+            f"{length}, and {asked} is {sequences}: give a longer file, or fewer or shorter "
             "sequences"
         )
-    chosen = np.random.default_rng(seed).choice(available, sequences, replace=False)
+    taken = np.random.default_rng(chosen.seed).choice(available, sequences, replace=False)
     pieces = ids[: available * length].reshape(available, length)
-    return np.ascontiguousarray(pieces[np.sort(chosen)])
+    return np.ascontiguousarray(pieces[np.sort(taken)])
 
 
 def _texts(path: Path, template: ChatTemplate) -> list[str]:

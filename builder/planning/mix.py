@@ -14,7 +14,7 @@ from llmbuild.builder.assemble import Model
 from llmbuild.builder.calibration.calibrate import Calibration
 from llmbuild.builder.calibration.sensitivity import keeping
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
-from llmbuild.builder.open_model import open_model
+from llmbuild.builder.open_model import check_calibration_data, open_model
 from llmbuild.builder.planning.kv import kv_overrides, kv_part
 from llmbuild.builder.planning.part import Aim, Bench, Part
 from llmbuild.builder.planning.weights import check_has_scheme, weight_overrides, weights_part
@@ -58,6 +58,7 @@ def make_plan(
         check_has_scheme(recipe.quantisation)
     if not out.parent.is_dir() or out.is_dir():
         raise BuildError(f"--out: given {out}; give a file in a folder that is there")
+    check_calibration_data(recipe, recipe_path.parent)
     stages = Stages(progress or PlainProgress())
     model = open_model(recipe, recipe_path.parent, stages)
     resolved = recipe.resolve(model.config.max_position)

@@ -82,6 +82,12 @@ class Quantisation(Precisions):
     def int8_activations(self) -> bool:
         return super().int8_activations or any(o.int8_activations for o in self.overrides)
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether any matrix could be rounded with regard to its inputs."""
+        every = (super().resolved(), *(override.resolved() for override in self.overrides))
+        return any(each.get("method", "rtn") != "rtn" for each in every)
+
     def resolved(self) -> dict[str, Any]:
         return super().resolved() | {"overrides": [o.resolved() for o in self.overrides]}
 

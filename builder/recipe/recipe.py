@@ -20,7 +20,11 @@ from pydantic import (
 )
 
 from llmbuild.builder.recipe.calibration import DEFAULT_LENGTH, Calibration, ResolvedCalibration
-from llmbuild.builder.recipe.distillation import Distillation
+from llmbuild.builder.recipe.distillation import (
+    NOTHING_TO_TRAIN,
+    Distillation,
+    ResolvedDistillation,
+)
 from llmbuild.builder.recipe.gate import Gate, ResolvedGate
 from llmbuild.builder.recipe.kv_cache import KVCache, ResolvedKVCache
 from llmbuild.builder.recipe.plan_file import PrecisionPlan, read_plan
@@ -169,12 +173,12 @@ class Recipe(Section):
         description=f"a list of distinct integers from 1 to {MAX_BUCKET}, ascending from 1",
     )
     calibration: Calibration = Calibration()
-    distillation: Distillation | None = None
     plan: str | None = Field(
         default=None,
         min_length=1,
         description="a file that `llmbuild plan` wrote, relative to the recipe's folder",
     )
+    distillation: Distillation | None = None
     gate: Gate | None = None
     verify: Verify = Verify()
 
@@ -256,6 +260,18 @@ class Recipe(Section):
             raise problem(text, loc=("calibration", "length"))
         return calibration
 
+    @field_validator("distillation")
+    @classmethod
+    def _something_is_to_be_trained(
+        cls, distillation: Distillation | None, info: ValidationInfo
+    ) -> Distillation | None:
+        """A plan may bring it."""
+        quantisation: Quantisation | None = info.data.get("quantisation")
+        has_plan = info.data.get("plan") is not None
+        if distillation and quantisation and not has_plan and not quantisation.calibrates:
+            raise problem(NOTHING_TO_TRAIN)
+        return distillation
+
     @field_validator("gate")
     @classmethod
     def _gate_fits_a_sequence(cls, gate: Gate | None, info: ValidationInfo) -> Gate | None:
@@ -318,6 +334,7 @@ class Recipe(Section):
         )
         content["quantisation"] = self.quantisation.resolved()
         content["calibration"] |= {"length": self.calibration.length or min(DEFAULT_LENGTH, length)}
+        content["distillation"] = self.distillation and self.distillation.resolved()
         content["gate"] = self.gate and self.gate.resolved(length)
         content["verify"] = {"tolerance": self.verify.tolerance or self._default_tolerance()}
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
@@ -350,6 +367,7 @@ class ResolvedRecipe(Recipe):
     limits: ResolvedLimits
     kv_cache: ResolvedKVCache
     calibration: ResolvedCalibration
+    distillation: ResolvedDistillation | None = None
     gate: ResolvedGate | None = None
     buckets: tuple[int, ...]
     verify: ResolvedVerify

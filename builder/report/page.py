@@ -158,7 +158,7 @@ def _calibration(report: Report) -> str:
 def _distilled(reached: Distilled) -> str:
     return (
         f"<p>Then the matrices were trained together in {reached.steps} steps (distillation): "
-        f"KL to the model fell from {reached.first_kl_nats:.4f} to {reached.last_kl_nats:.4f} nats "
+        f"KL to the model went from {reached.first_kl_nats:.3g} to {reached.last_kl_nats:.3g} nats "
         "a token, means of the first and last tenth of the steps. The losses above are those of "
         "the matrices that it began with.</p>"
     )

@@ -169,15 +169,69 @@ def test_a_distilled_engine_comes_out_the_same_again(
     assert weights_sha256(again) == weights_sha256(engine)
 
 
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        {"scheme": "w8a8", "method": "rtn"},
+        {"scheme": "w4a16", "group_size": 32, "overrides": [{"match": "*", "scheme": "w8a16"}]},
+    ],
+    ids=["rtn", "overridden"],
+)
 def test_distillation_without_anything_to_train_is_refused(
-    save_recipe: Callable[..., Path], tmp_path: Path
+    save_recipe: Callable[..., Path], tmp_path: Path, quantisation: dict[str, Any]
 ) -> None:
-    recipe = save_recipe(
-        quantisation={"scheme": "w8a8", "method": "rtn"}, distillation={"steps": 5}
-    )
-    with pytest.raises(RecipeError, match=r"distillation: given, and no matrix is rounded by gptq"):
+    recipe = save_recipe(quantisation=quantisation, distillation={"steps": 5})
+    with pytest.raises(RecipeError, match=r"distillation: given.* no matrix is rounded by gptq"):
         compile(recipe, tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
+
+
+def test_another_seed_is_another_distillation(
+    save_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the same tokens: all of a file, which are gone through in another order."""
+    scheme = {"scheme": "w4a16", "group_size": 32}
+    calibration = {"data": "d.txt", "sequences": 10, "length": 16}
+    distillation = {"steps": 1, "sequences": 10, "batch": 2}
+    recipe = save_recipe(quantisation=scheme, calibration=calibration, distillation=distillation)
+    (recipe.parent / "d.txt").write_text("0123456789abcdef" * 10)
+    compile(recipe, tmp_path / "first")
+    trained: list[int] = []
+    distil = calibrate.distil
+
+    def counted(*arguments: Any) -> Any:
+        trained.append(arguments[-1])
+        return distil(*arguments)
+
+    monkeypatch.setattr(calibrate, "distil", counted)
+    compile(recipe, tmp_path / "again")
+    assert trained == []
+    compile(recipe, tmp_path / "other", ["calibration.seed=1"])
+    assert trained == [1]
+    with pytest.raises(BuildError, match=r"enough for 10 .* distillation\.sequences is 11"):
+        compile(recipe, tmp_path / "more", ["distillation.sequences=11"])
+
+
+def test_what_calibration_kept_and_is_damaged_is_made_again_or_named(
+    save_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = save_recipe(quantisation={"scheme": "w4a16", "group_size": 32})
+    compile(recipe, tmp_path / "first")
+    (tokens,) = (tmp_path / "cache" / "calibration").glob("*.npy")
+    tokens.write_bytes(tokens.read_bytes()[:40])
+    again = compile(recipe, tmp_path / "again")
+    assert weights_sha256(again) == weights_sha256(tmp_path / "first")
+    (losses,) = (tmp_path / "cache" / "calibration").glob("*/losses.json")
+    content = losses.read_text()
+    losses.write_text("{")
+    with pytest.raises(BuildError, match=f"{losses.parent} is damaged .*remove that folder"):
+        compile(recipe, tmp_path / "named")
+    losses.write_text(content)
+    matrix = losses.parent / "layers.0.mlp.down_proj.weight.safetensors"
+    matrix.write_bytes(matrix.read_bytes()[:100])
+    with pytest.raises(BuildError, match=f"{losses.parent} is damaged"):
+        compile(recipe, tmp_path / "named")
+    assert not (tmp_path / "named").exists()
 
 
 def test_distillation_that_memory_cant_hold_is_refused_before_anything_is_sampled(

@@ -195,7 +195,7 @@ def test_gate_and_calibration_are_shown_or_said_not_to_have_run(page: Page, tmp_
     source = page.text.index("the model's own samples (self)")
     assert page.text[source + 1 : source + 4] == ["32", "512", "7"]
     assert "in 300 steps" in (trained := "".join(page.text))
-    assert "from 0.1875 to 0.0625 nats" in trained
+    assert "from 0.188 to 0.0625 nats" in trained
     bare = replace(REPORT, gate=[], calibration=None, distilled=None, matrices=[EMBEDDING])
     text = "".join(Page(bare, tmp_path).text)
     assert "distillation" not in text
