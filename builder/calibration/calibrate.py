@@ -91,7 +91,7 @@ class Calibration:
         asks for it."""
         chosen = self._resolved.distillation
         if chosen is not None:
-            self._check_memory(plan)
+            self._check_memory(plan, chosen.batch)
         tokens = self.tokens()
         trained_on = None if chosen is None else self.tokens(chosen.sequences)
         text = repr(sorted(plan.weights.items())) + repr(sorted(plan.activation_groups.items()))
@@ -183,9 +183,9 @@ class Calibration:
             f"it held at most {grown_bytes / 1e6:.0f} MB beyond the base"
         )
 
-    def _check_memory(self, plan: QuantPlan) -> None:
+    def _check_memory(self, plan: QuantPlan, batch: int) -> None:
         length = self._resolved.calibration.length
-        needed = needed_bytes(self._traced(plan), self._model.config, plan, length)
+        needed = needed_bytes(self._traced(plan), self._model.config, plan, batch, length)
         if needed > available_bytes():
             raise BuildError(
                 f"distillation: about {needed / 1e9:.1f} GB of memory are needed to train all "

@@ -30,7 +30,7 @@ _RATES = Rates(positions=0.02, scales=0.002)
 _WARM_UP = 0.1  # of the steps, in which rates rise
 _LOGITS_AT_ONCE = 1 << 25  # so many a thread holds: 128 MB in fp32, several times
 _BYTES_A_WEIGHT = 20  # position, two moments, gradient, and in bf16 its value and the model's
-_BYTES_A_LOGIT = 32  # of both models, logarithms, gradients; and the activations beside them
+_BYTES_A_LOGIT = 64  # measured: of both models, logarithms, gradients, and activations beside
 
 
 def distil(
@@ -66,11 +66,14 @@ def distil(
         store.put(name, each.rounded())
 
 
-def needed_bytes(step: StepGraph, config: DecoderConfig, plan: QuantPlan, length: int) -> int:
-    """About what training holds beyond the base, for sequences of this length."""
+def needed_bytes(
+    step: StepGraph, config: DecoderConfig, plan: QuantPlan, batch: int, length: int
+) -> int:
+    """About what training holds beyond the base, for `batch` sequences of this length a step."""
     weights = sum(math.prod(step.weights[name].shape) for name in plan.methods)
     threads = torch.get_num_threads()
-    logits = max(_LOGITS_AT_ONCE, length * config.vocab_size)
+    of_sequence = length * config.vocab_size
+    logits = min(max(_LOGITS_AT_ONCE, of_sequence), batch * of_sequence)
     return _BYTES_A_WEIGHT * weights + threads * (_BYTES_A_LOGIT * logits + 2 * weights)
 
 

@@ -239,7 +239,7 @@ def test_distillation_that_memory_cant_hold_is_refused_before_anything_is_sample
 ) -> None:
     scheme = {"scheme": "w4a16", "group_size": 32}
     recipe = save_recipe(quantisation=scheme, distillation={"steps": 5})
-    monkeypatch.setattr(calibrate, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(calibrate, "available_bytes", lambda: 1_000)
     with pytest.raises(BuildError, match=r"GB of memory are needed .* and 0\.0 GB are free"):
         compile(recipe, tmp_path / "engine")
     assert not (tmp_path / "cache" / "calibration").exists()
