@@ -189,9 +189,7 @@ class QuantisedTensor(Record, frozen=True):
     group_size: Bytes  # columns that share a scale, 0 for a whole row
     symmetric: bool
     zero_points: bool  # whole ones in place of minima, of a grid that isn't symmetric
-    activation_group: (
-        Bytes  # columns of int8 activations that share one, 0 where they are not rounded
-    )
+    activation_group: Bytes  # columns of int8 activations that share one, 0 where none are rounded
     static_activations: bool  # those scales are constants, not found row by row
 
     def describe(self) -> str:

@@ -76,7 +76,7 @@ class Calibration:
             asked = "calibration.sequences" if sequences is None else "distillation.sequences"
             return tokens_of_file(path, tokenizer, template, chosen, asked)
         key = self._key("tokens", f"{chosen.sequences} {chosen.length} {chosen.seed}")
-        path = cache_root() / "calibration" / f"{key}.npy"
+        path = _kept(f"{key}.npy")
         tokens = _loaded(path)
         if tokens is None:
             tokens = self._sample(chosen)
@@ -97,7 +97,7 @@ class Calibration:
         text = repr(sorted(plan.weights.items())) + repr(sorted(plan.activation_groups.items()))
         text += repr(sorted(plan.methods.items())) + repr(sorted(plan.static))
         key = self._key("tensors", text, tokens.tobytes())
-        root = _folder(key)
+        root = _kept(key)
         if not root.exists():
             with _making(root) as scratch:
                 self._quantise(plan, tokens, TensorStore(scratch, plan.weights))
@@ -106,7 +106,7 @@ class Calibration:
         # Both decide in which order sums are taken.
         order = f"{self._resolved.calibration.seed} {torch.get_num_threads()}"
         parts = (key, repr(chosen), order, trained_on.tobytes())
-        trained_root = _folder(self._key("distilled", *parts))
+        trained_root = _kept(self._key("distilled", *parts))
         if not trained_root.exists():
             with _making(trained_root) as scratch:
                 shutil.copytree(root, scratch, dirs_exist_ok=True)
@@ -264,8 +264,9 @@ def _loaded(path: Path) -> NDArray[np.int32] | None:
         return None
 
 
-def _folder(key: str) -> Path:
-    return cache_root() / "calibration" / key
+def _kept(name: str) -> Path:
+    """Where a result is, or will be."""
+    return cache_root() / "calibration" / name
 
 
 @contextmanager
