@@ -31,8 +31,13 @@ struct Int8Linear {
   static_assert(K % GROUP == 0, "the group of a weight must divide K");
   static_assert(std::max(GROUP, A) % SEGMENT == 0, "groups of weight and activation must nest");
   static_assert(int64_t(SEGMENT) * 255 * 127 < int64_t(1) << 31, "a dot must fit into int32");
+  // Tiles that multiply a byte of weights at least eight times keep the multipliers busy if it lies
+  // in L1 by then; those of fewer wait for memory, and L2 is as good and lets more be on its way.
+  template <int ROWS>
+  static constexpr bool BUSY = ROWS >= GRID::BITS;
   // How far before their use the weights of a single stream are asked for.
-  static constexpr int64_t AHEAD_BYTES = 1024;
+  template <int ROWS>
+  static constexpr int64_t AHEAD_BYTES = BUSY<ROWS> ? 2048 : 1024;
   // A weight with one scale a row takes it at the end.
   static constexpr bool SCALE_LAST = GROUP == K && !GRID::ASYMMETRIC;
 
@@ -46,8 +51,8 @@ struct Int8Linear {
     f32x16 of[ROWS][TILES];
   };
 
-  // Outputs [ROWS, 16 * TILES] from `row` and `column_tile` on. Asks the L2 for the weights that
-  // lie `ahead` bytes after those that it reads.
+  // Outputs [ROWS, 16 * TILES] from `row` and `column_tile` on. Asks for the weights that lie
+  // `ahead` bytes after those that it reads.
   template <int ROWS, int TILES>
   __attribute__((noinline)) void tile(int row, int column_tile, int64_t ahead) const {
     const uint8_t* xr = x + int64_t(row) * Row::BYTES;
@@ -129,7 +134,7 @@ struct Int8Linear {
       LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) {
         const uint8_t* vector = words + t * TILE_BYTES + v * 64;
         const i32x16 bytes = load_words(vector);
-        __builtin_prefetch(vector + ahead, 0, 2);
+        __builtin_prefetch(vector + ahead, 0, BUSY<ROWS> ? 3 : 2);
         if constexpr (GRID::BITS == 8) {
           codes[0][t] = Dots<8>::codes(bytes);
         } else {
@@ -152,7 +157,7 @@ struct Int8Linear {
   // Rows [row, rows) of one column tile, ROWS at a time, then the rest in halves of that.
   template <int ROWS>
   void direct_rows(int row, int rows, int column_tile) const {
-    for (; row + ROWS <= rows; row += ROWS) tile<ROWS, 1>(row, column_tile, AHEAD_BYTES);
+    for (; row + ROWS <= rows; row += ROWS) tile<ROWS, 1>(row, column_tile, AHEAD_BYTES<ROWS>);
     if constexpr (ROWS > 1) direct_rows<ROWS / 2>(row, rows, column_tile);
   }
 
