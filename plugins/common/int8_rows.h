@@ -91,18 +91,45 @@ LLMBUILD_INLINE V within(V x, float low, float high) {
   }
 }
 
-// Stores the low byte of every lane. Instructions, where g++ 12 would take the lanes one by one.
-LLMBUILD_INLINE void store_bytes(uint8_t* to, NativeI32 lanes) {
-#if defined(__AVX512F__) || !defined(__SSE2__)
-  typedef int8_t Bytes __attribute__((vector_size(kNativeLanes)));
-  const Bytes bytes = __builtin_convertvector(lanes, Bytes);
+// The low bytes of 32 lanes, stored, and the sum of these as int8. Instructions, where compilers
+// would take lanes one by one.
+LLMBUILD_INLINE int32_t store_bytes(uint8_t* to, const NativeI32 (&lanes)[32 / kNativeLanes]) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m128i low = _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)lanes[0]);
+  const __m128i high = _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)lanes[1]);
+  const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 #else
-  const NativeI32 low = lanes & 0xff;
-  const __m128i* parts = reinterpret_cast<const __m128i*>(&low);
-  const __m128i words = _mm_packs_epi32(parts[0], parts[kNativeLanes / 4 - 1]);
-  const __m128i bytes = _mm_packus_epi16(words, words);
+  const auto words = [&](int i) __attribute__((always_inline)) {
+    return _mm256_packs_epi32((__m256i)(lanes[i] & 0xff), (__m256i)(lanes[i + 1] & 0xff));
+  };
+  const __m256i mixed = _mm256_packus_epi16(words(0), words(2));  // by halves of each vector
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(mixed, order);
 #endif
-  std::memcpy(to, &bytes, kNativeLanes);
+  _mm256_storeu_si256((__m256i*)to, bytes);
+  // Sums of eight differences to zero, of bytes that are moved to begin there.
+  const __m256i moved = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
+  const __m256i four = _mm256_sad_epu8(moved, _mm256_setzero_si256());
+  const __m128i two =
+      _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+  return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 2) - 32 * 128;
+#else
+  NativeI32 sums{};
+  for (int i = 0; i < 32 / kNativeLanes; ++i) {
+    sums += lanes[i] << 24 >> 24;
+    const NativeI32 low = lanes[i] & 0xff;
+#if defined(__SSE2__)
+    const __m128i words = _mm_packs_epi32((__m128i)low, (__m128i)low);
+    const __m128i bytes = _mm_packus_epi16(words, words);
+#else
+    typedef int8_t Bytes __attribute__((vector_size(kNativeLanes)));
+    const Bytes bytes = __builtin_convertvector(low, Bytes);
+#endif
+    std::memcpy(to + i * kNativeLanes, &bytes, kNativeLanes);
+  }
+  return int32_t(lane_sum(to_float(sums)));  // exact: below 2^24
+#endif
 }
 
 // Writes group `group` of a row from the A values at x: code = x * inverse rounded half to even,
@@ -114,17 +141,15 @@ LLMBUILD_INLINE void write_group(const float* x, int group, float scale, float i
   const NativeF32 factor = splat<NativeF32>(inverse);
   std::memcpy(row + Row::SCALES + 4 * group, &scale, sizeof(scale));
   for (int i = 0; i < A; i += Row::SUM_COLUMNS) {
-    NativeI32 sums{};
-    for (int j = i; j < i + Row::SUM_COLUMNS; j += kNativeLanes) {
-      NativeF32 scaled = load<NativeF32>(x + j) * factor;
+    NativeI32 codes[Row::SUM_COLUMNS / kNativeLanes];
+    LLMBUILD_UNROLL for (int j = 0; j < Row::SUM_COLUMNS / kNativeLanes; ++j) {
+      NativeF32 scaled = load<NativeF32>(x + i + j * kNativeLanes) * factor;
       if constexpr (CLAMP) scaled = within(scaled, -127.0f, 127.0f);
-      const NativeI32 codes = round_to_int(scaled);
-      store_bytes(row + group * A + j, codes);
-      sums += codes << 24 >> 24;  // as stored, of what is no number, too
+      codes[j] = round_to_int(scaled);
     }
-    const float sum = lane_sum(to_float(sums));  // exact: below 2^24
-    const int32_t negated_sum = -int32_t(sum);
-    const float scaled_sum = scale * sum;
+    const int32_t sum = store_bytes(row + group * A + i, codes);
+    const int32_t negated_sum = -sum;
+    const float scaled_sum = scale * float(sum);
     const int at = 4 * ((group * A + i) / Row::SUM_COLUMNS);
     std::memcpy(row + Row::NEGATED_SUMS + at, &negated_sum, sizeof(negated_sum));
     std::memcpy(row + Row::SCALED_SUMS + at, &scaled_sum, sizeof(scaled_sum));

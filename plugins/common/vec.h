@@ -10,6 +10,10 @@
 #include <limits>
 #include <type_traits>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #define LLMBUILD_INLINE inline __attribute__((always_inline))
 #define LLMBUILD_UNROLL _Pragma("GCC unroll 32")
 
@@ -184,10 +188,20 @@ LLMBUILD_INLINE float lane_maximum(V v) {
   }
 }
 
+// p 2^n, for 1/2 <= p < 2 and whole n from -151 to 129; rounded once where it is subnormal.
+LLMBUILD_INLINE NativeF32 scale_by_power(NativeF32 p, NativeF32 n) {
+#if defined(__AVX512F__)
+  return (NativeF32)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
+  const NativeI32 exponent = __builtin_convertvector(n, NativeI32), half = exponent >> 1;
+  return p * (NativeF32)((half + 127) << 23) * (NativeF32)((exponent - half + 127) << 23);
+#endif
+}
+
 // e^x within 2 ulp; 0 below -104 (and for -inf), +inf above 89, NaN for NaN.
 //
-// x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), e^r by its Taylor polynomial of degree 7 (its
-// remainder is below 2^-27 there), and 2^n in two factors so that subnormal results round once.
+// x = n ln 2 + r with |r| <= ln 2 / 2 (Cody-Waite), and e^r by its Taylor polynomial of degree 7
+// (its remainder is below 2^-27 there).
 LLMBUILD_INLINE NativeF32 exp(NativeF32 x) {
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const auto constant = [](float value) __attribute__((always_inline)) {
@@ -206,9 +220,7 @@ LLMBUILD_INLINE NativeF32 exp(NativeF32 x) {
   p = multiply_add(p, r, constant(1.0f / 6));
   p = multiply_add(p, r, constant(0.5f));
   p = multiply_add(p * r, r, r) + constant(1.0f);
-  const NativeI32 exponent = (NativeI32)shifted - (NativeI32)constant(kShift);
-  const NativeI32 half = exponent >> 1;
-  return p * (NativeF32)((half + 127) << 23) * (NativeF32)((exponent - half + 127) << 23);
+  return scale_by_power(p, n);
 }
 template <class V>
 LLMBUILD_INLINE Pair<V> exp(Pair<V> x) {

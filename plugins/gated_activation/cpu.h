@@ -2,6 +2,8 @@
 // int8 rows.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/activation.h"
 #include "../common/dtype.h"
 #include "../common/int8_rows.h"
@@ -28,14 +30,22 @@ template <int N, int LDG, int LDU, int A, class ACT, bool STATIC = false>
 void gated_activation_int8(const Worker& worker, const float* gate, const float* up, uint8_t* y,
                            int rows, const float* scales = nullptr) {
   constexpr int GROUPS = N / A;
+  // Groups that are activated, then rounded: alternating between the two waits for either.
+  constexpr int BATCH = std::max(1, 512 / A);
   const Range units = split(rows * GROUPS, worker);
-  for (int unit = units.begin; unit < units.end; ++unit) {
+  for (int unit = units.begin, count; unit < units.end; unit += count) {
     const int64_t row = unit / GROUPS;
     const int group = unit % GROUPS;
+    count = std::min({BATCH, GROUPS - group, units.end - unit});
     const float *g = gate + row * LDG + group * A, *u = up + row * LDU + group * A;
-    alignas(64) float activated[A];
-    for (int i = 0; i < A; i += kLanes) store(activated + i, ACT::apply(load(g + i)) * load(u + i));
-    quantise_group<N, A, STATIC>(activated, group, y + row * Int8Row<N, A>::BYTES, scales);
+    alignas(64) float activated[BATCH * A];
+    for (int i = 0; i < count * A; i += kLanes) {
+      store(activated + i, ACT::apply(load(g + i)) * load(u + i));
+    }
+    for (int i = 0; i < count; ++i) {
+      quantise_group<N, A, STATIC>(activated + i * A, group + i, y + row * Int8Row<N, A>::BYTES,
+                                   scales);
+    }
   }
 }
 
