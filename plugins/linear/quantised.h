@@ -38,6 +38,10 @@ struct Int8Linear {
   // How far before their use the weights of a single stream are asked for.
   template <int ROWS>
   static constexpr int64_t AHEAD_BYTES = BUSY<ROWS> ? 2048 : 1024;
+  // Several tiles of 8 bits are more than memory gives while they are gone through once. So each
+  // time, with other rows, a part of the next ones is asked for: so much a block of columns.
+  template <int TILES>
+  static constexpr int64_t PART_BYTES = GRID::BITS == 8 && TILES > 1 ? 256 : 0;
   // A weight with one scale a row takes it at the end.
   static constexpr bool SCALE_LAST = GROUP == K && !GRID::ASYMMETRIC;
 
@@ -52,7 +56,7 @@ struct Int8Linear {
   };
 
   // Outputs [ROWS, 16 * TILES] from `row` and `column_tile` on. Asks for the weights that lie
-  // `ahead` bytes after those that it reads.
+  // `ahead` bytes after those that it reads, or for a part of them that begins there.
   template <int ROWS, int TILES>
   __attribute__((noinline)) void tile(int row, int column_tile, int64_t ahead) const {
     const uint8_t* xr = x + int64_t(row) * Row::BYTES;
@@ -61,9 +65,11 @@ struct Int8Linear {
     LLMBUILD_UNROLL for (int r = 0; r < ROWS; ++r) {
       LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) sums.of[r][t] = splat(0.0f);
     }
+    const uint8_t* part = group + ahead;
     for (int k = 0; k < K; k += GROUP, group += GRID::GROUP_BYTES) {
       for (int begin = 0; begin < GROUP; begin += SEGMENT) {
-        segment<ROWS, TILES>(xr, group, k, begin, ahead, sums);
+        segment<ROWS, TILES>(xr, group, k, begin, ahead, part, sums);
+        part += SEGMENT / BLOCK * PART_BYTES<TILES>;
       }
     }
     LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) {
@@ -80,7 +86,8 @@ struct Int8Linear {
   // Adds columns [begin, begin + SEGMENT) of the group at `group`, which begins at column k.
   template <int ROWS, int TILES>
   static LLMBUILD_INLINE void segment(const uint8_t* xr, const uint8_t* group, int k, int begin,
-                                      int64_t ahead, Sums<ROWS, TILES>& sums) {
+                                      int64_t ahead, const uint8_t* part,
+                                      Sums<ROWS, TILES>& sums) {
     Dots<GRID::BITS> dots[ROWS][TILES];
     LLMBUILD_UNROLL for (int r = 0; r < ROWS; ++r) {
       const i32x16 start = repeat(zero_point(xr + r * Row::BYTES, k + begin));
@@ -89,7 +96,8 @@ struct Int8Linear {
       }
     }
     for (int i = begin; i < begin + SEGMENT; i += BLOCK) {
-      block<ROWS, TILES>(xr + k + i, group + i / GRID::VECTOR_COLUMNS * 64, ahead, dots);
+      block<ROWS, TILES>(xr + k + i, group + i / GRID::VECTOR_COLUMNS * 64, ahead,
+                         part + (i - begin) / BLOCK * PART_BYTES<TILES>, dots);
     }
     LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) {
       const f32x16 scale = load(GRID::scales(group + t * TILE_BYTES));
@@ -126,15 +134,20 @@ struct Int8Linear {
   // Adds 32 columns: x at their codes, `words` at those of the weight.
   template <int ROWS, int TILES>
   static LLMBUILD_INLINE void block(const uint8_t* xr, const uint8_t* words, int64_t ahead,
-                                    Dots<GRID::BITS> (&dots)[ROWS][TILES]) {
+                                    const uint8_t* part, Dots<GRID::BITS> (&dots)[ROWS][TILES]) {
     using Codes = typename Dots<GRID::BITS>::Codes;
+    LLMBUILD_UNROLL for (int i = 0; i < PART_BYTES<TILES>; i += 64) {
+      __builtin_prefetch(part + i, 0, 3);
+    }
     constexpr int STEPS = GRID::VECTOR_COLUMNS / 4;  // of four columns, in one vector of codes
     LLMBUILD_UNROLL for (int v = 0; v < BLOCK / GRID::VECTOR_COLUMNS; ++v) {
       Codes codes[STEPS][TILES];
       LLMBUILD_UNROLL for (int t = 0; t < TILES; ++t) {
         const uint8_t* vector = words + t * TILE_BYTES + v * 64;
         const i32x16 bytes = load_words(vector);
-        __builtin_prefetch(vector + ahead, 0, BUSY<ROWS> ? 3 : 2);
+        if constexpr (PART_BYTES<TILES> == 0) {
+          __builtin_prefetch(vector + ahead, 0, BUSY<ROWS> ? 3 : 2);
+        }
         if constexpr (GRID::BITS == 8) {
           codes[0][t] = Dots<8>::codes(bytes);
         } else {
@@ -169,7 +182,10 @@ struct Int8Linear {
     if (rows > Int8Tile::DIRECT_ROWS) {
       for (; first + TILES <= column_tiles.end; first += TILES) {
         int row = 0;
-        for (; row + ROWS <= rows; row += ROWS) tile<ROWS, TILES>(row, first, TILES * TILE_BYTES);
+        for (; row + ROWS <= rows; row += ROWS) {
+          const int64_t begin = PART_BYTES<TILES> > 0 ? TILES * TILE_BYTES * row / rows : 0;
+          tile<ROWS, TILES>(row, first, TILES * TILE_BYTES + begin);
+        }
         for (int t = 0; t < TILES; ++t) direct_rows<ROWS / 2>(row, rows, first + t);
       }
     }
