@@ -32,6 +32,13 @@ class StepWork:
         mlp = (3 if model["gated_mlp"] else 2) * hidden * inner
         self.layer_weights = hidden * (2 * self.q_size + 2 * kv_size) + mlp
         self.head_weights = manifest.vocab_size * hidden
+        sizes = {"q_proj": hidden * self.q_size, "o_proj": hidden * self.q_size}
+        sizes |= {"k_proj": hidden * kv_size, "v_proj": hidden * kv_size}
+        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden * inner)
+        rounded = [n for n, tensor in manifest.quantised.items() if tensor.activation_group > 0]
+        linears = [sizes[name.split(".")[-2]] for name in rounded if name.startswith("layers.")]
+        self.int8_weights = sum(linears)  # of all layers, that multiply bytes
+        self.int8_head_weights = self.head_weights if len(linears) < len(rounded) else 0
         self.head_bytes = self.head_weights * KV_ITEM_BITS[manifest.precision] // 8
         tables = 1 if model["tie_embeddings"] else 2  # the token embedding's rows are gathered
         names = {name for rank in manifest.ranks for name in (rank.weights, rank.shared_weights)}
@@ -51,13 +58,15 @@ class StepWork:
         logit_rows = int(token_is_real[batch.logit_rows].sum())
         kv_tokens = sum(int(np.minimum(lengths, news + w - 1).sum()) for w in self.windows)
         keys = sum(int(np.minimum(seen, w).sum()) for w in self.windows)
+        all_weights = len(self.windows) * self.layer_weights
+        int8_operations = self.int8_weights * len(seen) + self.int8_head_weights * logit_rows
+        operations = all_weights * len(seen) + self.head_weights * logit_rows
         return Work(
             cold_bytes=self.body_bytes
             + (self.head_bytes if logit_rows else 0)
             + kv_tokens * self.kv_token_bytes,
-            operations=2 * len(self.windows) * self.layer_weights * len(seen)
-            + 2 * self.head_weights * logit_rows
-            + 4 * self.q_size * keys,
+            operations=2 * (operations - int8_operations) + 4 * self.q_size * keys,
+            int8_operations=2 * int8_operations,
         )
 
 

@@ -14,7 +14,7 @@ from bench.roofline import Work
 from bench.step_work import StepWork
 from llmbuild.errors import UserError
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.manifest import read_manifest
+from llmbuild.runtime.manifest import QuantisedTensor, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,31 @@ def test_step_work_is_that_of_the_real_sequences(tiny_engine: Path) -> None:
         operations=2 * (2 * 2 * layer + 2 * head) + 2 * (5 + 9) * 6 * 14 * 4,
     )
     assert StepWork(read_manifest(tiny_engine))(batch) == expected
+
+
+def test_linears_of_int8_activations_multiply_bytes(tiny_engine: Path) -> None:
+    """Two tokens and one logit row; hidden 48, MLP 80, 6 heads of 14, 257 tokens."""
+    batch = StepBatch(
+        token_ids=int32(1, 2),
+        positions=int32(0, 1),
+        query_start=int32(0, 2),
+        kv_lengths=int32(2),
+        block_tables=int32(1).reshape(1, 1),
+        logit_rows=int32(1),
+    )
+    rounded = QuantisedTensor(8, 0, True, False, activation_group=48, static_activations=False)
+    exact = msgspec.structs.replace(rounded, activation_group=0)
+    manifest = read_manifest(tiny_engine)
+    quantised = {
+        "embed.weight": rounded,
+        "layers.0.mlp.up_proj.weight": rounded,
+        "layers.0.mlp.down_proj.weight": exact,
+        "layers.1.attention.q_proj.weight": rounded,
+    }
+    plain = StepWork(manifest)(batch)
+    work = StepWork(msgspec.structs.replace(manifest, quantised=quantised))(batch)
+    assert work.int8_operations == 2 * (2 * (48 * 80 + 48 * 6 * 14) + 257 * 48)
+    assert work.all_operations == plain.all_operations
 
 
 def test_mixture_of_experts_is_refused(tiny_engine: Path) -> None:
