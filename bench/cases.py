@@ -37,6 +37,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    layers: int
     block_size: int = 16
 
     @property
@@ -55,8 +56,8 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
-        Shape("llama-1.1b", 2048, 5632, 32, 4, 64, 32000),
+        Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 30),
+        Shape("llama-1.1b", 2048, 5632, 32, 4, 64, 32000, 22),
     )
 }
 
@@ -71,6 +72,7 @@ def shape_of(manifest: Manifest) -> Shape:
         kv_heads=manifest.kv.num_kv_heads,
         head_dim=manifest.kv.head_dim,
         vocab=manifest.vocab_size,
+        layers=model_size(manifest, "num_layers"),
         block_size=manifest.kv.block_size,
     )
 

@@ -8,7 +8,7 @@ from bench.peers.workload import Case
 from bench.roofline import Roofs, Work
 
 SHAPE = SHAPES["smollm2-135m"]
-LAYERS = 30
+LAYERS = SHAPE.layers
 LAYER_WEIGHTS = SHAPE.hidden * (SHAPE.qkv + SHAPE.q + 3 * SHAPE.inner)
 HEAD_WEIGHTS = SHAPE.hidden * SHAPE.vocab
 

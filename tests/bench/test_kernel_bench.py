@@ -14,7 +14,9 @@ from bench.kernels import KernelReport
 from bench.roofline import Work
 from llmbuild.errors import UserError
 
-TINY = Shape("tiny", hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, vocab=50, block_size=4)
+TINY = Shape(
+    "tiny", hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, vocab=50, layers=2, block_size=4
+)
 KERNEL = re.compile(r"^void (\w+)\(const Worker& worker", re.MULTILINE)
 AMONG_RANKS = {
     "all_reduce",

@@ -1,0 +1,45 @@
+"""A random model is one that the builder and transformers read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench import random_model
+from bench.cases import Shape
+from llmbuild.builder.compile import compile
+from llmbuild.errors import UserError
+
+SHAPE = Shape("tiny", 64, 96, 4, 2, 16, vocab=300, layers=2)
+
+
+def test_a_random_model_loads_in_transformers_without_a_tensor_missing_or_left(
+    tmp_path: Path,
+) -> None:
+    random_model.write(SHAPE, tmp_path / "model")
+    model, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True, dtype=torch.float32
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert model.model.layers[1].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([40, 41])
+
+
+def test_the_benchmarks_recipe_compiles_it(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model.write(SHAPE, tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    text = (checkout / "bench" / "recipes" / "llama-1.1b.yaml").read_text()
+    recipe.write_text(text.replace("path:../../build/llama-1.1b", "path:model"))
+    changes = ["quantisation.group_size=32", "limits.max_sequence_length=64"]
+    assert (compile(recipe, tmp_path / "engine", changes) / "manifest.json").exists()
+
+
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(random_model.main, ["smollm2-135m", str(tmp_path)])
+    assert isinstance(done.exception, UserError)
+    assert "give a new folder" in str(done.exception)
