@@ -2,7 +2,6 @@
 
 import ctypes
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from llmbuild.errors import EngineError
@@ -47,6 +46,9 @@ def load_tensorrt() -> Any:
 
 def rtx_version() -> str:
     """Of TensorRT for RTX, such as 1.7.1.116. Raises EngineError where it isn't installed."""
+    # Engines of other targets go without: it takes a tenth of their load.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("tensorrt-rtx-cu13-bindings")
     except PackageNotFoundError as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = ("torch", "onnx", "transformers", "pydantic", "gguf", "jinja2", "safetensors", "numpy")
-HEAVY += ("rich", "yaml", "concurrent.futures")
+HEAVY += ("rich", "yaml", "concurrent.futures", "importlib.metadata")
 
 SERVE = """\
 import sys
