@@ -9,6 +9,7 @@ from llmbuild.builder.targets.cpu.head_runs import KV_CPP_TYPES
 from llmbuild.builder.targets.cpu.lowering import ATTENTION_RANGE_KEYS
 from llmbuild.builder.targets.cpu.pack_quantised import quantised_bytes
 from llmbuild.quant.grid import WeightGrid
+from llmbuild.quant.plan import activation_group
 from llmbuild.runtime.manifest import KV_ITEM_BITS, KV_SCALE_BYTES, KVLayout, Manifest
 
 ITEM_BYTES = {"float": 4, "bf16": 2}
@@ -18,7 +19,7 @@ GRIDS = (
     WeightGrid(8, 0, symmetric=True),
     WeightGrid(8, 32, symmetric=True),
 )
-ACTIVATION_GROUP = 64  # columns of int8 activations that share a scale
+ACTIVATION_GROUP = 64  # columns of int8 activations that share a scale, where no weight has a say
 LINEAR_ROWS = (1, 2, 4, 8, 32, 128, 512)
 HEAD_ROWS = (1, 2, 4, 8, 32)  # of lm_head: one a sequence
 ROWS = (1, 32, 512)
@@ -182,11 +183,12 @@ def _linears(s: Shape, dtype: str) -> Iterator[Case]:
 
 def _int8_linears(s: Shape, grid: WeightGrid) -> Iterator[Case]:
     for name, n, k, row_counts in _linear_shapes(s):
-        shape = f"{_template(grid, k)}, {n}, {k}, {ACTIVATION_GROUP}, {n}"
+        group = activation_group(grid, k)
+        shape = f"{_template(grid, k)}, {n}, {k}, {group}, {n}"
         x = "reinterpret_cast<const uint8_t*>(d.a)"
         code = f"int8_linear<{shape}>(worker, {x}, d.cold, nullptr, d.b, d.rows)"
         for rows in row_counts:
-            warm = rows * (_int8_row_bytes(k) + 4 * n)
+            warm = rows * (_int8_row_bytes(k, group) + 4 * n)
             work = Work(quantised_bytes(grid, n, k), warm, int8_operations=2 * rows * n * k)
             what = f"{name} {n}x{k} {grid.describe()}"
             yield Case("int8_linear", what, batch_of(rows), code, work)
@@ -197,9 +199,9 @@ def _template(grid: WeightGrid, k: int) -> str:
     return f"Grid<{grid.bits}, {grid.columns_of(k)}, {'false' if grid.symmetric else 'true'}>"
 
 
-def _int8_row_bytes(k: int) -> int:
+def _int8_row_bytes(k: int, group: int = ACTIVATION_GROUP) -> int:
     """Codes, scales and two sums for each 32 of them; padding isn't counted."""
-    return k + 4 * k // ACTIVATION_GROUP + 8 * k // 32
+    return k + 4 * k // group + 8 * k // 32
 
 
 def _attention(s: Shape, dtype: str) -> Iterator[Case]:

@@ -91,8 +91,8 @@ def test_linear_work_is_its_padded_weights_rows_and_products() -> None:
 
 def test_int8_linear_work_is_packed_weights_and_rows_with_their_scales_and_sums() -> None:
     # 128 outputs of 2 groups of 32: 16 code bytes, a scale and a minimum of 2 bytes each. 8 rows of
-    # 64 codes, 1 scale, 2 groups of 2 sums; 8 rows of 128 outputs.
-    packed, rows = 128 * 2 * (16 + 2 + 2), 8 * (64 + 4 + 2 * 2 * 4 + 128 * 4)
+    # 64 codes, 2 scales, 2 groups of 2 sums; 8 rows of 128 outputs.
+    packed, rows = 128 * 2 * (16 + 2 + 2), 8 * (64 + 2 * 4 + 2 * 2 * 4 + 128 * 4)
     expected = Work(packed, rows, 0, 2 * 8 * 128 * 64)
     what = "qkv 128x64 int4, groups of 32, with minimum"
     assert case("int8_linear", what, 8).work == expected
