@@ -59,6 +59,7 @@ def search_levels(
     shrinks: Sequence[float] = SHRINKS,
 ) -> Levels:
     """The best levels of weights, fp32 [rows, columns], with importance [columns]."""
+    assert not grid.is_fp8, "codes are whole numbers"
     width = grid.columns_of(weights.shape[1])
     grouped, importance = weights.unflatten(1, (-1, width)), importance.view(-1, width, 1)
     shape = (*grouped.shape[:2], 1)

@@ -1,12 +1,18 @@
-"""Quantised matrices: whole numbers on a grid of scales, one for each group of a row's columns."""
+"""Quantised matrices: whole numbers, or FP8 ones, on a grid of scales, one for each group of a
+row's columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 from numpy.typing import NDArray
 
 GROUP_UNIT = 32  # a group is so many columns, or a multiple of it
+FP8_LARGEST = 448.0
+
+Scales = NDArray[np.float16 | np.float32]
+
 _PART_ITEMS = 1 << 20
 
 
@@ -16,16 +22,19 @@ class WeightGrid:
 
     bits: 4 or 8. group_size: neighbouring columns that share a scale, a multiple of GROUP_UNIT
     that divides the row; 0 for the whole row. symmetric: codes stand around zero; otherwise a group
-    has a minimum, too, or with zero_points the code that stands for 0.
+    has a minimum, too, or with zero_points the code that stands for 0. is_fp8: codes are the bytes
+    of FP8 numbers, OCP's E4M3 without infinities, in place of whole numbers.
     """
 
     bits: int
     group_size: int
     symmetric: bool
     zero_points: bool = False
+    is_fp8: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.symmetric and self.zero_points)
+        assert not self.is_fp8 or (self.bits == 8 and self.symmetric)
 
     @property
     def has_minima(self) -> bool:
@@ -34,8 +43,18 @@ class WeightGrid:
 
     @property
     def zero(self) -> int:
-        """The code of 0 in a symmetric grid: half of the codes lie below."""
-        return 1 << (self.bits - 1)
+        """The code of 0 in a symmetric grid: of whole numbers, half of the codes lie below."""
+        return 0 if self.is_fp8 else 1 << (self.bits - 1)
+
+    @property
+    def largest(self) -> float:
+        """The largest weight of a symmetric grid, in scales."""
+        return FP8_LARGEST if self.is_fp8 else (1 << self.bits) - 1 - self.zero
+
+    @property
+    def scale_dtype(self) -> np.dtype[np.float16] | np.dtype[np.float32]:
+        """Of scales. GPUs take those of FP8 numbers in fp32."""
+        return np.dtype(np.float32) if self.is_fp8 else np.dtype(np.float16)
 
     def columns_of(self, width: int) -> int:
         """Columns of a group in rows of this width."""
@@ -46,8 +65,10 @@ class WeightGrid:
         return width % self.columns_of(width) == 0 and width % GROUP_UNIT == 0
 
     def describe(self) -> str:
-        """In words, for reports: int4 in groups of 64, symmetric."""
+        """In words, for reports: int4, groups of 64, symmetric; fp8, one group a row."""
         groups = f"groups of {self.group_size}" if self.group_size else "one group a row"
+        if self.is_fp8:
+            return f"fp8, {groups}"
         offset = "with zero points" if self.zero_points else "with minimum"
         return f"int{self.bits}, {groups}, {'symmetric' if self.symmetric else offset}"
 
@@ -57,13 +78,14 @@ class QuantisedMatrix:
     """w = scale (code - zero) in a symmetric grid, and in one of zero points, whose groups have a
     zero each; else scale code + minimum.
 
-    codes: uint8 [rows, columns], from 0 to 2^bits - 1. scales, and minima where the grid has them:
-    float16 [rows, groups]. zeros, where the grid has zero points: uint8 [rows, groups], codes.
+    codes: uint8 [rows, columns], from 0 to 2^bits - 1, or the bytes of FP8 numbers. scales, in the
+    grid's dtype, and minima where the grid has them: [rows, groups]. zeros, where the grid has zero
+    points: uint8 [rows, groups], codes.
     """
 
     grid: WeightGrid
     codes: NDArray[np.uint8]
-    scales: NDArray[np.float16]
+    scales: Scales
     minima: NDArray[np.float16] | None = None
     zeros: NDArray[np.uint8] | None = None
 
@@ -83,10 +105,15 @@ class QuantisedMatrix:
         all_four = (self.codes, self.scales, self.minima, self.zeros)
         return [array for array in all_four if array is not None]
 
+    @property
+    def typed_codes(self) -> NDArray[np.generic]:
+        """The codes in the type of what they are: FP8 numbers, or uint8. The same memory."""
+        return self.codes.view(float8_e4m3fn) if self.grid.is_fp8 else self.codes
+
     def dequantised(self) -> NDArray[np.float32]:
         """The values, float32 [rows, columns]."""
         width = self.grid.columns_of(self.codes.shape[1])
-        grouped = self.codes.reshape(len(self.codes), -1, width).astype(np.float32)
+        grouped = self.typed_codes.reshape(len(self.codes), -1, width).astype(np.float32)
         if self.zeros is not None:
             grouped -= self.zeros.astype(np.float32)[..., None]
         elif self.minima is None:
@@ -137,7 +164,7 @@ def empty_matrix(grid: WeightGrid, shape: tuple[int, ...]) -> QuantisedMatrix:
     return QuantisedMatrix(
         grid,
         np.empty((rows, columns), np.uint8),
-        np.empty((rows, groups), np.float16),
+        np.empty((rows, groups), grid.scale_dtype),
         np.empty((rows, groups), np.float16) if grid.has_minima else None,
         np.empty((rows, groups), np.uint8) if grid.zero_points else None,
     )

@@ -73,7 +73,8 @@ def matrix_bytes(shape: Sequence[int], grid: WeightGrid | None, item_bytes: int)
     if grid is None:
         return size * item_bytes
     groups = size // grid.columns_of(shape[-1])
-    return size * grid.bits // 8 + groups * (2 + 2 * grid.has_minima + grid.zero_points)
+    of_group = grid.scale_dtype.itemsize + 2 * grid.has_minima + grid.zero_points
+    return size * grid.bits // 8 + groups * of_group
 
 
 class _Table:

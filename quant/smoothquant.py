@@ -1,5 +1,5 @@
 """SmoothQuant: channels of activations that reach far are shrunk, and the weights they meet
-stretched by as much, before both are rounded to int8.
+stretched by as much, before both are rounded to int8, or to FP8.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models", 2022.
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.common.quantised import FP8, INT8, Numbers, round_to
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.rtn import round_to_nearest
 
@@ -45,19 +45,27 @@ def search_smoothing(
     return best
 
 
-def activation_scales(x: torch.Tensor, importance: torch.Tensor, group: int) -> NDArray[np.float32]:
-    """Static scales of int8 activations, fp32 [columns / group]: of each group the share of its
-    reach, over all rows of x (fp32 [rows, columns]), that loses least on some, evenly spaced.
+def activation_numbers(grid: WeightGrid) -> Numbers:
+    """What activations that meet weights on the grid are rounded to, where they are."""
+    return FP8 if grid.is_fp8 else INT8
 
-    importance: fp32 [columns], what a column's squared error weighs.
+
+def activation_scales(
+    x: torch.Tensor, importance: torch.Tensor, group: int, numbers: Numbers = INT8
+) -> NDArray[np.float32]:
+    """Static scales of activations, fp32 [columns / group]: of each group the share of its reach,
+    over all rows of x (fp32 [rows, columns]), that loses least on some, evenly spaced.
+
+    importance: fp32 [columns], what a column's squared error weighs. numbers: what activations are
+    rounded to.
     """
     reach = x.abs().unflatten(1, (-1, group)).amax((0, 2)).clamp(min=1e-8)
     x = x[:: -(-len(x) // _WEIGHED_ROWS)]
     best = torch.full_like(reach, float("inf"))
     scales = torch.zeros_like(reach)
     for shrink in _SHRINKS:
-        candidate = reach * shrink / 127
-        errors = (round_to_int8(x, group, candidate) - x).square_() * importance
+        candidate = reach * shrink / numbers.largest
+        errors = (round_to(numbers, x, group, candidate) - x).square_() * importance
         loss = errors.sum(0).unflatten(0, (-1, group)).sum(1)
         better = loss < best
         torch.where(better, loss, best, out=best)
@@ -75,8 +83,9 @@ def _loss(
 ) -> float:
     smooth, stretched = x / smoothing, weights * smoothing
     matrix = torch.from_numpy(round_to_nearest(stretched.numpy(), grid).dequantised())
-    scales = None
+    numbers, scales = activation_numbers(grid), None
     if static:
-        scales = torch.from_numpy(activation_scales(smooth, stretched.square().sum(0), group))
-    rounded = round_to_int8(smooth, group, scales)
+        found = activation_scales(smooth, stretched.square().sum(0), group, numbers)
+        scales = torch.from_numpy(found)
+    rounded = round_to(numbers, smooth, group, scales)
     return float((rounded @ matrix.T - x @ weights.T).square().sum()) / len(weights)

@@ -105,7 +105,7 @@ class TensorStore:
             divisors = divisors.reshape(-1, *[1] * (values.ndim - 1))
             self.put(name, values.astype(np.float32) / divisors)
             return
-        scales = (values.scales / divisors[:, None]).astype(np.float16)
+        scales = (values.scales / divisors[:, None]).astype(values.scales.dtype)
         minima = values.minima
         if minima is not None:
             minima = (minima / divisors[:, None]).astype(np.float16)

@@ -7,6 +7,7 @@ held at a time than one matrix and the activations.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +23,7 @@ from llmbuild.builder.graph.reference import Values, running
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.plugins.common.kv_pools import bind_kv_pools
-from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.common.quantised import INT8, Numbers, round_to
 from llmbuild.plugins.registry import DOMAIN
 from llmbuild.quant.awq import search_stretch
 from llmbuild.quant.clipping import round_clipped
@@ -31,7 +32,7 @@ from llmbuild.quant.grid import QuantisedMatrix, row_parts
 from llmbuild.quant.moments import input_moments
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.rtn import round_to_nearest
-from llmbuild.quant.smoothquant import activation_scales, search_smoothing
+from llmbuild.quant.smoothquant import activation_numbers, activation_scales, search_smoothing
 
 Read = Callable[[str], Matrix]
 
@@ -69,6 +70,19 @@ def calibrate_weights(
             walk.multiply(node, values)
 
 
+@dataclass(frozen=True)
+class _Rounding:
+    """What a linear makes of its inputs: such numbers with a scale for each group of columns, 0
+    where they stay as they are; static: with the same scales in every row."""
+
+    group: int
+    static: bool = False
+    numbers: Numbers = INT8
+
+
+_UNROUNDED = _Rounding(0)
+
+
 class _Walk:
     """What is known at a point of the walk."""
 
@@ -102,16 +116,19 @@ class _Walk:
         """Compute what the linear gives in the engine."""
         _, name = _operands(node)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
-        x = self._inputs.rounded(*self._rounding(name))
+        x = self._inputs.rounded(self._rounding(name))
         rows, offset = self._values(name), None if bias is None else self._values(str(bias.name))
         values[node.outputs[0]] = torch.nn.functional.linear(x, rows, offset)
 
     def _values(self, name: str) -> torch.Tensor:
         return torch.from_numpy(self.read_floats(name).astype(np.float32, copy=False))
 
-    def _rounding(self, name: str) -> tuple[int, bool]:
-        """Columns of an activation group, 0 where they stay, and whether scales are static."""
-        return self._plan.activation_groups.get(name, 0), name in self._plan.static
+    def _rounding(self, name: str) -> _Rounding:
+        group = self._plan.activation_groups.get(name)
+        if group is None:
+            return _UNROUNDED
+        numbers = activation_numbers(self._plan.weights[name])
+        return _Rounding(group, name in self._plan.static, numbers)
 
     def _new_inputs(self, source: ir.Value, values: Values) -> "_Inputs":
         """A value that linears read: rescaled, where that helps to round what reads it."""
@@ -140,26 +157,26 @@ class _Walk:
         matrices = [(self._values(name), plan.weights[name]) for name in chosen]
         with one_thread():
             if plan.methods[chosen[0]] == "awq":
-                return search_stretch(matrices, inputs.moments(0, False))
+                return search_stretch(matrices, inputs.moments(_UNROUNDED))
             group = plan.activation_groups.get(chosen[0], 0)
             return search_smoothing(inputs.x, matrices, group, chosen[0] in plan.static)
 
     def _find_scales(self, source: ir.Value, inputs: "_Inputs") -> None:
-        """Static scales of an input, the same for all of one group size that read it."""
+        """Static scales of an input, the same for all that read it and round it alike."""
         names = [name for name in _readers(source) if name in self._plan.static]
         importance = torch.stack([self._values(name).square().sum(0) for name in names]).sum(0)
         self._scaled.update(names)
-        for group in {self._plan.activation_groups[name] for name in names}:
+        for rounding in dict.fromkeys(map(self._rounding, names)):
             with one_thread():
-                scales = activation_scales(inputs.x, importance, group)
-            inputs.static_scales[group] = torch.from_numpy(scales)
+                scales = activation_scales(inputs.x, importance, rounding.group, rounding.numbers)
+            inputs.static_scales[rounding] = torch.from_numpy(scales)
             for name in names:
-                if self._plan.activation_groups[name] == group:
+                if self._rounding(name) == rounding:
                     self._store.put(f"{name}.{ACTIVATION_SCALES}", scales)
 
     def _round(self, name: str, inputs: "_Inputs") -> None:
         grid, method = self._plan.weights[name], self._plan.methods[name]
-        values, moments = self.read_floats(name), inputs.moments(*self._rounding(name))
+        values, moments = self.read_floats(name), inputs.moments(self._rounding(name))
         with one_thread():
             if method == "gptq":
                 matrix = gptq(values, moments, grid)
@@ -184,27 +201,27 @@ def _readers(source: ir.Value) -> list[str]:
 
 
 class _Inputs:
-    """A value that linears read, and what is known of it. static_scales: by size of a group."""
+    """A value that linears read, and what is known of it."""
 
     def __init__(self, value: ir.Value | None, x: torch.Tensor) -> None:
         self.value, self.x = value, x
-        self.static_scales: dict[int, torch.Tensor] = {}
-        self._rounded: tuple[tuple[int, bool], torch.Tensor] | None = None
-        self._moments: tuple[tuple[int, bool], torch.Tensor] | None = None
+        self.static_scales: dict[_Rounding, torch.Tensor] = {}
+        self._rounded: tuple[_Rounding, torch.Tensor] | None = None
+        self._moments: tuple[_Rounding, torch.Tensor] | None = None
 
-    def rounded(self, group: int, static: bool) -> torch.Tensor:
-        """As int8 in groups of columns has it; group 0 for as it is."""
-        if not group:
+    def rounded(self, to: _Rounding) -> torch.Tensor:
+        """As the numbers have it that it is rounded to."""
+        if not to.group:
             return self.x
-        if self._rounded is None or self._rounded[0] != (group, static):
-            scales = self.static_scales[group] if static else None
-            self._rounded = ((group, static), round_to_int8(self.x, group, scales))
+        if self._rounded is None or self._rounded[0] != to:
+            scales = self.static_scales[to] if to.static else None
+            self._rounded = (to, round_to(to.numbers, self.x, to.group, scales))
         return self._rounded[1]
 
-    def moments(self, group: int, static: bool) -> torch.Tensor:
+    def moments(self, of: _Rounding) -> torch.Tensor:
         """Second moments of what `rounded` gives."""
-        if self._moments is None or self._moments[0] != (group, static):
-            self._moments = ((group, static), input_moments(self.rounded(group, static)))
+        if self._moments is None or self._moments[0] != of:
+            self._moments = (of, input_moments(self.rounded(of)))
         return self._moments[1]
 
 

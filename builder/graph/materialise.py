@@ -26,6 +26,11 @@ ReadTensor = Callable[[str], Tensor]
 _CHECKED_ITEMS = 1 << 16
 _TILE_ROWS = 16  # kernels' layouts are of so many
 NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+# Those that numpy has as extension types alone, as torch calls them.
+_EXTENSIONS = {
+    np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
+    np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn,
+}
 
 
 def materialise(step: StepGraph, name: str, read: ReadTensor) -> NDArray[np.generic]:
@@ -63,7 +68,10 @@ def weight_parts(weight: Weight, read: ReadTensor, max_bytes: int) -> Iterator[T
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, NDArray[np.generic]]:
     """The arrays of a matrix, by the part of it that a weight of the graph is."""
-    parts: dict[str, NDArray[np.generic] | None] = {CODES: matrix.codes, SCALES: matrix.scales}
+    parts: dict[str, NDArray[np.generic] | None] = {
+        CODES: matrix.typed_codes,
+        SCALES: matrix.scales,
+    }
     parts |= {MINIMA: matrix.minima, ZEROS: matrix.zeros}
     return {part: values for part, values in parts.items() if values is not None}
 
@@ -117,7 +125,7 @@ def _check_scales(name: str, matrix: QuantisedMatrix) -> None:
     numbers = (matrix.scales, matrix.minima)
     if not all(each is None or np.isfinite(each).all() for each in numbers):
         raise CheckpointError(
-            f"{name} holds values that are NaN, infinite, or beyond what float16 scales reach; the "
+            f"{name} holds values that are NaN, infinite, or beyond what their scales reach; the "
             "checkpoint is damaged, or the tensor has to be left unquantised: "
             f"quantisation.overrides with match {name!r} and scheme none"
         )
@@ -135,7 +143,8 @@ def _check_values(name: str, tensor: NDArray[np.generic]) -> None:
 
 
 def as_torch(values: NDArray[np.generic]) -> torch.Tensor:
-    """The same memory as a torch tensor; numpy has bfloat16 only as an extension type."""
-    if values.dtype == NUMPY_DTYPES["bf16"]:
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+    """The same memory as a torch tensor."""
+    extension = _EXTENSIONS.get(values.dtype)
+    if extension is None:
+        return torch.from_numpy(values)
+    return torch.from_numpy(values.view(f"i{values.itemsize}")).view(extension)

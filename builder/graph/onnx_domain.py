@@ -11,7 +11,8 @@ from onnx.defs import OpSchema, get_all_schemas_with_history, register_schema
 
 from llmbuild.plugins.registry import DOMAIN, PLUGINS
 
-_TENSOR_TYPES = [f"tensor({kind})" for kind in ("float", "float16", "bfloat16", "uint8", "int32")]
+_KINDS = ("float", "float16", "bfloat16", "float8e4m3fn", "uint8", "int32")
+_TENSOR_TYPES = [f"tensor({kind})" for kind in _KINDS]
 _ATTRIBUTE_TYPES = {
     "int": OpSchema.AttrType.INT,
     "float": OpSchema.AttrType.FLOAT,

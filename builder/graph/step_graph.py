@@ -44,7 +44,9 @@ class Weight:
 
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str  # "fp32" | "bf16", of codes and zeros "uint8", of scales and minima "fp16"
+    # "fp32" | "bf16"; of codes "uint8" | "fp8", of zeros "uint8", of scales and minima "fp16", but
+    # of scales of fp8 "fp32"
+    dtype: str
     grid: WeightGrid | None = None
     part: str = ""
 

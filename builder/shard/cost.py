@@ -7,7 +7,6 @@ from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.quant.plan import QuantPlan
 
 _BITS = {"fp32": 32, "bf16": 16}
-_SCALE_BITS = 16
 
 
 def layer_costs(config: DecoderConfig, plan: QuantPlan, precision: str) -> list[float]:
@@ -28,8 +27,8 @@ def _bits(
 ) -> float:
     grid = plan.weights.get(name)
     if grid is not None:
-        records = 1 if grid.symmetric else 2
-        return prod(shape) * (grid.bits + records * _SCALE_BITS / grid.columns_of(shape[1]))
+        of_group = 8 * grid.scale_dtype.itemsize * (1 if grid.symmetric else 2)
+        return prod(shape) * (grid.bits + of_group / grid.columns_of(shape[1]))
     bits = prod(shape) * _BITS[precision]
     if len(shape) == 3 and config.moe is not None:  # experts, of which a token has top_k
         bits = bits * config.moe.top_k // config.moe.num_experts

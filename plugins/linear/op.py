@@ -2,7 +2,7 @@
 
 import torch
 
-from llmbuild.plugins.common.quantised import dequantise, round_to_int8
+from llmbuild.plugins.common.quantised import FP8, INT8, dequantise, round_to
 
 
 @torch.library.custom_op("llmbuild::linear", mutates_args=())
@@ -30,14 +30,16 @@ def quantised_linear(
 ) -> torch.Tensor:
     """linear with weights on a grid: scale (code - zero), plus the group's minimum if it has one.
 
-    x: fp32 [T, K]. codes: uint8 [N, K]. scales, minima: fp16 [N, groups]. bias: fp32 [N] or None.
-    zeros: uint8 [N, groups], each group's own zero, in place of `zero`. activation_group: columns
-    of x that are rounded to int8 with one scale before they meet the weights; 0 leaves x as it is.
-    activation_scales: fp32 [K / activation_group], those scales for every row; by default each row
-    has its own, of its largest values. Returns fp32 [T, N].
+    x: fp32 [T, K]. codes: [N, K], uint8, or float8_e4m3fn, whose zero is 0. scales: [N, groups],
+    fp16, of float8 fp32. minima: fp16 [N, groups]. bias: fp32 [N] or None. zeros: uint8
+    [N, groups], each group's own zero, in place of `zero`. activation_group: columns of x that are
+    rounded to int8 with one scale before they meet the weights, or to float8 where codes are; 0
+    leaves x as it is. activation_scales: fp32 [K / activation_group], those scales for every row;
+    by default each row has its own, of its largest values. Returns fp32 [T, N].
     """
     if activation_group:
-        x = round_to_int8(x, activation_group, activation_scales)
+        numbers = FP8 if codes.dtype == torch.float8_e4m3fn else INT8
+        x = round_to(numbers, x, activation_group, activation_scales)
     return torch.nn.functional.linear(x, dequantise(codes, scales, minima, zero, zeros), bias)
 
 

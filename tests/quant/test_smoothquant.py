@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.common.quantised import FP8, round_to_int8
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.rtn import round_to_nearest
 from llmbuild.quant.smoothquant import activation_scales, search_smoothing
@@ -55,6 +55,19 @@ def test_static_scales_lose_no_more_than_the_whole_reach_does() -> None:
     assert (error(scales) <= error(reach) * (1 + 1e-6)).all()
     assert (error(scales) <= error(reach * 0.8**3) * (1 + 1e-6)).all()
     assert (scales <= reach * (1 + 1e-6)).all()
+
+
+def test_static_scales_of_fp8_lose_no_more_than_the_whole_reach_does() -> None:
+    x = inputs()
+    (scale,) = activation_scales(x, torch.ones(COLUMNS), COLUMNS, FP8)
+
+    def error(chosen: float) -> float:
+        numbers = (x / chosen).clamp(-448, 448).to(torch.float8_e4m3fn).double()
+        return float((numbers * float(chosen) - x).square().sum())
+
+    reach = float(x.abs().max()) / 448
+    assert error(scale) <= error(reach) * (1 + 1e-6)
+    assert scale <= reach * (1 + 1e-6)
 
 
 def test_a_group_that_is_always_zero_has_a_scale_above_zero() -> None:

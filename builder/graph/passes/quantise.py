@@ -17,7 +17,12 @@ from llmbuild.errors import BuildError
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
 
-_TYPES = {"uint8": ir.DataType.UINT8, "fp16": ir.DataType.FLOAT16}
+_TYPES = {
+    "uint8": ir.DataType.UINT8,
+    "fp8": ir.DataType.FLOAT8E4M3FN,
+    "fp16": ir.DataType.FLOAT16,
+    "fp32": ir.DataType.FLOAT,
+}
 Parts = dict[str, ir.Value]  # of one matrix, those that its grid has
 Scales = dict[bytes, ir.Value]  # static ones of activations, by content
 ACTIVATION_SCALES_SLOT = 6  # of quantised_linear
@@ -111,7 +116,8 @@ def _name(weight: ir.Value | None) -> str:
 def _add_parts(step: StepGraph, name: str, grid: WeightGrid) -> Parts:
     sources, (rows, columns) = step.weights[name].sources, step.weights[name].shape
     groups = columns // grid.columns_of(columns)
-    kinds = [(CODES, columns, "uint8"), (SCALES, groups, "fp16")]
+    codes, scales = ("fp8", "fp32") if grid.is_fp8 else ("uint8", "fp16")
+    kinds = [(CODES, columns, codes), (SCALES, groups, scales)]
     kinds += [(MINIMA, groups, "fp16")] if grid.has_minima else []
     kinds += [(ZEROS, groups, "uint8")] if grid.zero_points else []
     parts: Parts = {}

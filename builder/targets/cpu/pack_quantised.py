@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
+from llmbuild.quant.grid import QuantisedMatrix, Scales, WeightGrid
 
 T = TypeVar("T", bound=np.generic)
 
@@ -48,7 +48,7 @@ def _code_bytes(matrix: QuantisedMatrix) -> NDArray[np.uint8]:
     return vectors.reshape(tiles, groups, -1)
 
 
-def _number_bytes(numbers: NDArray[np.float16] | NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _number_bytes(numbers: Scales | NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Scales, minima or zero points [rows, groups] as bytes of fp16 [tiles, groups, 32]."""
     padded = _padded(numbers.astype("<f2"))
     tiled = padded.reshape(-1, TILE_ROWS, numbers.shape[1]).transpose(0, 2, 1)

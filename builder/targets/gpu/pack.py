@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
+from llmbuild.quant.grid import QuantisedMatrix, Scales, WeightGrid
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class PackedMatrix:
     float16 [rows, groups]. zeros: int8 [rows, groups]."""
 
     codes: NDArray[np.uint8] | NDArray[np.int8]
-    scales: NDArray[np.float16]
+    scales: Scales
     minima: NDArray[np.float16] | None
     zeros: NDArray[np.int8] | None
 

@@ -25,6 +25,7 @@ from llmbuild.runtime.batch import StepBatch
 BF16 = np.dtype(ml_dtypes.bfloat16)
 COLUMNS = 32
 GRIDS = [WeightGrid(4, 32, True), WeightGrid(8, 0, False)]
+FP8 = WeightGrid(8, 0, True, is_fp8=True)
 
 
 class Tensors:
@@ -191,6 +192,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head with a bias": {"head_bias": True, "learned_positions": True},
 }
 PLANS: dict[str, WeightGrid | None] = {"plain": None, "symmetric": GRIDS[0], "minima": GRIDS[1]}
+PLANS |= {"fp8": FP8}
 
 
 @pytest.mark.parametrize("activation_group", [0, 32])

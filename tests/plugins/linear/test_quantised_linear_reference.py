@@ -1,5 +1,6 @@
 """The torch reference of quantised_linear against float64 sums over the whole numbers."""
 
+import e4m3
 import numpy as np
 import pytest
 import torch
@@ -84,3 +85,29 @@ def test_static_scales_round_activations_of_all_rows_alike() -> None:
     bound = 100 * EPS * (np.abs(inputs) @ np.abs(weight).T).max()
     assert np.abs(got.numpy() - inputs @ weight.T).max() <= bound
     assert (np.abs(whole) == 127).any()
+
+
+@pytest.mark.parametrize("static", [0.004, None])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 96), (3, 7, 33)])
+def test_fp8_codes_meet_inputs_rounded_to_fp8(
+    rows: int, n: int, k: int, static: float | None
+) -> None:
+    """By one scale: a static one, which some inputs exceed, or the row's; or they stay."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((rows, k)).astype(np.float32)
+    codes = rng.integers(0, 127, (n, k), dtype=np.uint8) | rng.integers(0, 2, (n, k), np.uint8) << 7
+    scales = rng.uniform(1e-4, 1e-3, (n, 1)).astype(np.float32)
+    weight = e4m3.NUMBERS[codes] * scales.astype(np.float64)
+    steps = np.full((rows, 1), static) if static else np.abs(x).max(1, keepdims=True) / 448.0
+    rounded = e4m3.NUMBERS[e4m3.nearest(x / steps.astype(np.float64))] * steps
+    assert not static or (np.abs(x) > 448 * static).any()
+    for group, inputs in ((k, rounded), (0, x.astype(np.float64))):
+        got = quantised_linear(
+            torch.from_numpy(x),
+            torch.from_numpy(codes).view(torch.float8_e4m3fn),
+            torch.from_numpy(scales),
+            *(None, None, 0, group, None),
+            torch.tensor([static]) if static and group else None,
+        )
+        bound = (k + 8) * EPS * (np.abs(inputs) @ np.abs(weight).T)
+        assert (np.abs(got.numpy() - inputs @ weight.T) <= bound).all()

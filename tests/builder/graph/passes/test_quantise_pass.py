@@ -1,8 +1,10 @@
 """quantise puts the plan's weights on their grids, and leaves all others alone."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -22,6 +24,7 @@ from llmbuild.quant.plan import QuantPlan
 Kinds = Callable[[StepGraph], list[str]]
 ROWS = ("R", 64)
 INT4, INT8 = WeightGrid(4, 32, False), WeightGrid(8, 0, True)
+FP8 = WeightGrid(8, 0, True, is_fp8=True)
 ZERO_POINTS = WeightGrid(4, 32, False, zero_points=True)
 
 
@@ -74,6 +77,23 @@ def test_a_symmetric_matrix_has_no_minima_and_a_zero(sketch: Any) -> None:
     assert names_of(node) == ["x", "w.codes", "w.scales", None, None]
     assert attributes_of(node) == {"zero": 128, "activation_group": 32}
     assert step.weights["w.scales"] == Weight(("w",), (5, 1), "fp16", INT8, SCALES)
+
+
+def test_fp8_codes_are_typed_and_have_fp32_scales(sketch: Any, tmp_path: Path) -> None:
+    step = sketch.step(linear(sketch, sketch.input("x", ROWS), "w", 5))
+    scales = {"w": np.array([0.5], np.float32)}
+    quantise(step, QuantPlan({"w": FP8}, {"w": 64}, activation_scales=scales))
+    (node,) = step.graph
+    assert names_of(node)[:3] == ["x", "w.codes", "w.scales"]
+    assert attributes_of(node) == {"zero": 0, "activation_group": 64}
+    assert step.weights["w.codes"] == Weight(("w",), (5, 64), "fp8", FP8, CODES)
+    assert step.weights["w.scales"] == Weight(("w",), (5, 1), "fp32", FP8, SCALES)
+    types = {name: value.dtype for name, value in step.graph.initializers.items()}
+    assert types["w.codes"] == ir.DataType.FLOAT8E4M3FN
+    assert types["w.scales"] == ir.DataType.FLOAT
+    step.save(tmp_path / "step.onnx")
+    inputs = {value.name: value.dtype for value in ir.load(tmp_path / "step.onnx").graph.inputs}
+    assert inputs["w.codes"] == ir.DataType.FLOAT8E4M3FN
 
 
 def test_zero_points_come_last_in_place_of_minima(sketch: Any, kinds: Kinds) -> None:

@@ -25,6 +25,7 @@ Kinds = Callable[[StepGraph], list[str]]
 Scales = NDArray[np.float32]
 ROWS = ("R", 64)
 INT4, INT8 = WeightGrid(4, 32, False), WeightGrid(8, 0, True)
+FP8 = WeightGrid(8, 0, True, is_fp8=True)
 ZERO_POINTS = WeightGrid(4, 32, False, zero_points=True)
 
 
@@ -114,6 +115,20 @@ def test_a_scale_that_is_zero_or_missing_is_refused_with_its_tensor_and_group(
         quantise(step, plan_of({"a": INT4, "b": INT4}, {"a": [1, 2], "b": scales}))
     for word in ["b: the static scale", *words, "must be a number above zero"]:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"), [([0.0], "(group 0) is 0.0"), ([], "(group 0) is missing")]
+)
+def test_fp8_activations_without_a_scale_are_refused(
+    sketch: Any, scales: list[float], words: str
+) -> None:
+    step = sketch.step(linear(sketch, sketch.input("x", ROWS), "w", 5))
+    given = {"w": np.array(scales, np.float32)}
+    plan = QuantPlan({"w": FP8}, {"w": 64}, static=frozenset("w"), activation_scales=given)
+    with pytest.raises(BuildError) as refused:
+        quantise(step, plan)
+    assert f"w: the static scale of its activations' columns 0 to 63 {words}" in str(refused.value)
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
