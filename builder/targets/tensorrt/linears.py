@@ -1,6 +1,7 @@
 """linear and quantised_linear: a matrix product, whose weights may be dequantised as it runs."""
 
 from math import prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -29,10 +30,11 @@ def quantised_linear(lowering: Lowering, node: ir.Node) -> None:
     _check_grid(lowering, node, weight)
     x = lowering.tensor(node.inputs[0])
     group = node.attributes["activation_group"].as_int()
-    if group:
-        x = _rounded_to_int8(lowering, node, x, weight.shape[1] // group)
     matrix = materialise_matrix(weight, lowering.read)
-    dequantised = _int4(lowering, matrix) if matrix.grid.bits == 4 else _int8(lowering, matrix)
+    if group:
+        dtype = lowering.trt.fp8 if matrix.grid.is_fp8 else lowering.trt.int8
+        x = _rounded(lowering, node, x, weight.shape[1] // group, dtype)
+    dequantised = _int4(lowering, matrix) if matrix.grid.bits == 4 else _by_row(lowering, matrix)
     none = lowering.trt.MatrixOperation.NONE
     y = lowering.add("matrix_multiply", x, none, dequantised, none)
     lowering.tensors[node.outputs[0]] = _with_bias(lowering, y, optional_input(node, 4))
@@ -60,9 +62,9 @@ def _check_grid(lowering: Lowering, node: ir.Node, weight: Weight) -> None:
         raise lowering.refusal(node, "int4 weights and bf16 activations", "choose fp16 activations")
 
 
-def _rounded_to_int8(lowering: Lowering, node: ir.Node, x: Tensor, groups: int) -> Tensor:
-    """Activations as their codes give them back: one scale for the whole tensor is all that the
-    fused kernels have. (TensorRT's codes reach -128, ours -127.)"""
+def _rounded(lowering: Lowering, node: ir.Node, x: Tensor, groups: int, dtype: Any) -> Tensor:
+    """Activations as their codes, int8 or FP8, give them back: one scale for the whole tensor is
+    all that the fused kernels have. (TensorRT's int8 reaches -128, ours -127.)"""
     scales = optional_input(node, ACTIVATION_SCALES_SLOT)
     if scales is None:
         raise lowering.refusal(
@@ -73,7 +75,7 @@ def _rounded_to_int8(lowering: Lowering, node: ir.Node, x: Tensor, groups: int) 
         text = f"{len(np.unique(values))} different scales for its activations' columns"
         raise lowering.refusal(node, text, "calibrate one scale for all columns, or choose w8a16")
     scale = lowering.constant(np.array(values.flat[0], np.float32))
-    codes = lowering.add("quantize", x, scale, lowering.trt.int8)
+    codes = lowering.add("quantize", x, scale, dtype)
     return lowering.add("dequantize", codes, scale, lowering.act)
 
 
@@ -87,10 +89,12 @@ def _int4(lowering: Lowering, matrix: QuantisedMatrix) -> Tensor:
     return lowering.add("dequantize", codes, scales, lowering.act)
 
 
-def _int8(lowering: Lowering, matrix: QuantisedMatrix) -> Tensor:
-    """fp32 scales go with activations of either dtype."""
-    codes = lowering.constant((matrix.codes.T ^ np.uint8(0x80)).view(np.int8))
+def _by_row(lowering: Lowering, matrix: QuantisedMatrix) -> Tensor:
+    """Codes of a byte, int8 or FP8; fp32 scales go with activations of either dtype."""
+    codes = matrix.typed_codes
+    if not matrix.grid.is_fp8:
+        codes = (matrix.codes ^ np.uint8(0x80)).view(np.int8)
     scales = lowering.constant(matrix.scales[:, 0].astype(np.float32))
-    layer = lowering.layer("dequantize", codes, scales, lowering.act)
+    layer = lowering.layer("dequantize", lowering.constant(codes.T), scales, lowering.act)
     layer.axis = 1
     return layer.get_output(0)

@@ -161,6 +161,7 @@ class Lowering:
             "float16": trt.float16,
             "bfloat16": trt.bfloat16,
             "float32": trt.float32,
+            "float8_e4m3fn": trt.fp8,
             "int8": trt.int8,
             "int32": trt.int32,
             "int64": trt.int64,

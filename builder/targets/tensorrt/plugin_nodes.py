@@ -6,7 +6,9 @@ from numpy.typing import NDArray
 
 from llmbuild.builder.graph.materialise import materialise_matrix
 from llmbuild.builder.graph.passes.quantise import ACTIVATION_SCALES_SLOT
+from llmbuild.builder.graph.step_graph import Weight
 from llmbuild.builder.targets.gpu.pack import pack
+from llmbuild.builder.targets.tensorrt import linears
 from llmbuild.builder.targets.tensorrt.lowering import Tensor, optional_input
 from llmbuild.builder.targets.tensorrt.plugin_lowering import PluginLowering
 from llmbuild.plugins.common.weight_format import WeightFormat
@@ -84,6 +86,10 @@ def _split_in_halves(node: ir.Node) -> ir.Value | None:
 
 
 def quantised_linear(lowering: PluginLowering, node: ir.Node) -> None:
+    """FP8 by TensorRT's own layers."""
+    if _weight(lowering, node.inputs[1]).dtype == "fp8":
+        linears.quantised_linear(lowering, node)
+        return
     matrix, bias = _matrix(lowering, node.inputs[1]), optional_input(node, 4)
     x = {"x": lowering.tensor(node.inputs[0])}
     group = node.attributes["activation_group"].as_int()
@@ -135,6 +141,7 @@ def gather_quantised_rows(lowering: PluginLowering, node: ir.Node) -> None:
 
 def weight_format(matrix: QuantisedMatrix) -> WeightFormat:
     grid = matrix.grid
+    assert not grid.is_fp8, "FP8 goes by TensorRT's own layers, and no table is of it"
     return WeightFormat(
         "int4" if grid.bits == 4 else "int8",
         grid.group_size,
@@ -142,9 +149,13 @@ def weight_format(matrix: QuantisedMatrix) -> WeightFormat:
     )
 
 
-def _matrix(lowering: PluginLowering, codes: ir.Value | None) -> QuantisedMatrix:
+def _weight(lowering: PluginLowering, codes: ir.Value | None) -> Weight:
     assert codes is not None
-    return materialise_matrix(lowering.step.weights[str(codes.name)], lowering.read)
+    return lowering.step.weights[str(codes.name)]
+
+
+def _matrix(lowering: PluginLowering, codes: ir.Value | None) -> QuantisedMatrix:
+    return materialise_matrix(_weight(lowering, codes), lowering.read)
 
 
 def _packed(

@@ -29,6 +29,7 @@ _BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "OR": torch.logical_or,
 }
 _COMPARISONS = ("EQUAL", "LESS", "GREATER")
+_LAST_CODES = {DataType.int8: (-128.0, 127.0), DataType.fp8: (-448.0, 448.0)}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SIGMOID": torch.sigmoid,
     "TANH": torch.tanh,
@@ -174,7 +175,8 @@ def _concatenation(layer: Layer, parts: list[Tensor]) -> Made:
 
 def _gather(layer: Layer, x: Tensor, index: Tensor, axis: int) -> Made:
     layer.require(index.dtype in (DataType.int32, DataType.int64), "an index is int32 or int64")
-    layer.require(x.dtype is not DataType.int4, "int4 may only be dequantised")
+    is_packed = x.dtype in (DataType.int4, DataType.fp8)
+    layer.require(not is_packed, f"{x.dtype.value} may only be dequantised")
     sizes = (*x.sizes[:axis], *index.sizes, *x.sizes[axis + 1 :])
 
     def compute(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -214,19 +216,24 @@ def _softmax(layer: Layer, x: Tensor) -> Made:
 
 
 def _quantize(layer: Layer, x: Tensor, scale: Tensor, dtype: DataType) -> Made:
-    """To int8, by one scale; ties to even."""
+    """To int8 or FP8, by one scale; ties to even, and what is beyond the last code becomes it."""
     layer.require_float(x)
-    layer.require((dtype, scale.sizes) == (DataType.int8, ()), "int8 by one scale is emulated")
-    return Made(
-        [Tensor(dtype, x.sizes)],
-        lambda x, scale: torch.round(x.float() / scale.float()).clamp(-128, 127),
-    )
+    is_known = dtype in _LAST_CODES and scale.sizes == ()
+    layer.require(is_known, "int8 or fp8 by one scale is emulated")
+    least, most = _LAST_CODES[dtype]
+
+    def compute(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        within = (x.float() / scale.float()).clamp(least, most)
+        return within if dtype is DataType.fp8 else within.round()
+
+    return Made([Tensor(dtype, x.sizes)], compute)
 
 
 def _dequantize(layer: Layer, codes: Tensor, scale: Tensor, dtype: DataType) -> Made:
-    """One scale for all, or one for each item of an axis (int8) or for each block of rows (int4,
-    whose only kernels want the scales in the result's dtype)."""
-    layer.require(codes.dtype in (DataType.int8, DataType.int4), f"codes are {codes.dtype.value}")
+    """One scale for all, or one for each item of an axis (int8, FP8) or for each block of rows
+    (int4, whose only kernels want the scales in the result's dtype)."""
+    known = (*_LAST_CODES, DataType.int4)
+    layer.require(codes.dtype in known, f"codes are {codes.dtype.value}")
     output = Tensor(dtype, codes.sizes)
     if codes.dtype is DataType.int4:
         layer.require(scale.dtype is dtype, f"scales in {scale.dtype.value}")

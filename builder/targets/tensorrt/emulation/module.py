@@ -14,6 +14,7 @@ class DataType(Enum):
     float32 = "fp32"
     float16 = "fp16"
     bfloat16 = "bf16"
+    fp8 = "fp8"
     int64 = "int64"
     int32 = "int32"
     int8 = "int8"
@@ -22,7 +23,8 @@ class DataType(Enum):
 
     @property
     def is_float(self) -> builtins.bool:
-        return TORCH_TYPES[self].is_floating_point
+        """Whether there is arithmetic of it; FP8 may only be dequantised."""
+        return self is not DataType.fp8 and TORCH_TYPES[self].is_floating_point
 
     @property
     def bits(self) -> int:
@@ -34,6 +36,7 @@ TORCH_TYPES = {
     DataType.float32: torch.float32,
     DataType.float16: torch.float16,
     DataType.bfloat16: torch.bfloat16,
+    DataType.fp8: torch.float8_e4m3fn,
     DataType.int64: torch.int64,
     DataType.int32: torch.int32,
     DataType.int8: torch.int8,

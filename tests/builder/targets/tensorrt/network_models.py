@@ -52,7 +52,9 @@ SCHEMES = {
     "w4a16": WeightGrid(4, 32, symmetric=True),
     "w8a16": WeightGrid(8, 0, symmetric=True),
     "w8a8-static": WeightGrid(8, 0, symmetric=True),
+    "fp8_w8a8": WeightGrid(8, 0, symmetric=True, is_fp8=True),
 }
+STATIC_SCALES = {"w8a8-static": 0.04, "fp8_w8a8": 0.01}  # of activations
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,14 @@ def plan_of(
         return QuantPlan(
             weights=dict.fromkeys(matrices, grid), activation_groups=dict.fromkeys(matrices, 32)
         )
-    if scheme != "w8a8-static":
+    if scheme not in STATIC_SCALES:
         return QuantPlan(dict.fromkeys(matrices, grid))
+    scales = np.array([STATIC_SCALES[scheme]], np.float32)
     return QuantPlan(
         weights=dict.fromkeys(matrices, grid),
         activation_groups={name: tensors[name].shape[1] for name in matrices},
         static=frozenset(matrices),
-        activation_scales={name: np.array([0.04], np.float32) for name in matrices},
+        activation_scales=dict.fromkeys(matrices, scales),
     )
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from network_models import FAMILIES, GRID_SIZES, SCHEMES, Model
+from network_models import FAMILIES, GRID_SIZES, SCHEMES, STATIC_SCALES, Model
 from numpy.typing import NDArray
 
-from llmbuild.builder.graph.materialise import as_torch, materialise_matrix
+from llmbuild.builder.graph.materialise import as_torch, materialise_matrix, parts_of
 from llmbuild.builder.graph.passes.rewrite import nodes_of
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.models.config import RopeConfig
@@ -139,15 +139,15 @@ def test_quantised_weights_give_the_step_graphs_logits(
     model_of: Callable[..., Model], scheme: str, tied: bool
 ) -> None:
     model = model_of(scheme, **GRID_SIZES, tie_embeddings=tied)
-    # Where activations are rounded to int8, what fp16 has changed moves some to the next code.
-    assert_same_logits(model, "fp16", tolerance=0.2 if scheme == "w8a8-static" else None)
+    # Where activations are rounded to codes, what fp16 has changed moves some to the next one.
+    assert_same_logits(model, "fp16", tolerance=0.2 if scheme in STATIC_SCALES else None)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_linear_is_the_step_graphs(model_of: Callable[..., Model], scheme: str) -> None:
     model = model_of(scheme, **GRID_SIZES)
     node = nodes_of(model.step.graph, "quantised_linear")[1]
-    codes, scales = (as_torch(values) for values in matrix_of(model, node).arrays)
+    codes, scales = map(as_torch, parts_of(matrix_of(model, node)).values())
     x = np.random.default_rng(1).standard_normal((7, codes.shape[1])).astype(np.float16)
     network = EmulatedNetwork()
     lowering = Lowering(
@@ -159,7 +159,7 @@ def test_a_quantised_linear_is_the_step_graphs(model_of: Callable[..., Model], s
     network.mark_output(lowering.tensors[node.outputs[0]])
     (given,) = network.run({"x": x}).values()
     group = node.attributes["activation_group"].as_int()
-    static = torch.tensor([0.04]) if group else None
+    static = torch.tensor([STATIC_SCALES[scheme]]) if group else None
     zero = node.attributes["zero"].as_int()
     y = reference_linear(
         torch.from_numpy(x).float(), codes, scales, None, None, zero, group, None, static
@@ -169,6 +169,25 @@ def test_a_quantised_linear_is_the_step_graphs(model_of: Callable[..., Model], s
 
 def test_int8_weights_go_with_bf16_activations(model_of: Callable[..., Model]) -> None:
     assert_same_logits(model_of("w8a16", **GRID_SIZES), "bf16")
+
+
+def test_fp8_goes_with_bf16_activations(model_of: Callable[..., Model]) -> None:
+    assert_same_logits(model_of("fp8_w8a8", **GRID_SIZES), "bf16", tolerance=0.2)
+
+
+def test_fp8_products_read_fp8_on_both_sides(model_of: Callable[..., Model]) -> None:
+    """Every linear's, and nothing else is of it: the network, read back."""
+    model = model_of("fp8_w8a8", **GRID_SIZES)
+    network = emulated(model).network
+    made = {tensor: layer for layer in network.layers for tensor in layer.outputs}
+    products = [layer for layer in network.layers if layer.kind == "matrix_multiply"]
+    assert len(products) == len(nodes_of(model.step.graph, "quantised_linear"))
+    for product in products:
+        x, weight = (made[product.inputs[slot]] for slot in (0, 1))
+        assert {x.kind, weight.kind} == {"dequantize"}
+        assert x.inputs[0].dtype is weight.inputs[0].dtype is DataType.fp8
+        assert (x.inputs[1].sizes, weight.inputs[1].sizes) == ((), weight.inputs[0].sizes[1:])
+        assert made[x.inputs[0]].kind == "quantize"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

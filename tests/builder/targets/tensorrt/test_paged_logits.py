@@ -43,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, str], float]] = {
         0.005,
     ),
     "w8a8, static": ({"scheme": "w8a8-static", "tie_embeddings": True}, FP16, 0.05),
+    "fp8": ({"scheme": "fp8_w8a8"}, FP16, 0.1),
     "w8a8, dynamic": ({"scheme": "w8a8-dynamic", "grid": W8A16}, FP16, 0.05),
 }
 

@@ -60,9 +60,19 @@ def test_every_value_is_the_step_graphs(model_of: Callable[..., Model], family: 
     check_values(lowered(model_of(**FAMILIES[family])))
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8-static"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8-static", "fp8_w8a8"])
 def test_quantised_values_are_the_step_graphs(model_of: Callable[..., Model], scheme: str) -> None:
-    check_values(lowered(model_of(scheme, **GRID_SIZES, tie_embeddings=True)))
+    is_table_quantised = scheme != "fp8_w8a8"
+    check_values(lowered(model_of(scheme, **GRID_SIZES, tie_embeddings=is_table_quantised)))
+
+
+def test_fp8_products_are_tensorrts_own_layers(model_of: Callable[..., Model]) -> None:
+    lowering = lowered(model_of("fp8_w8a8", **GRID_SIZES))
+    kinds = [layer.kind for layer in lowering.network.layers]
+    products = len(nodes_of(lowering.step.graph, "quantised_linear"))
+    assert kinds.count("quantize") == kinds.count("matrix_multiply") == products
+    assert kinds.count("dequantize") == 2 * products
+    assert not any("gem" in name for name in lowering.plugins)
 
 
 def test_nodes_with_kernels_are_plugins_and_others_are_not(

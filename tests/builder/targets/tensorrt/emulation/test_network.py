@@ -13,6 +13,7 @@ from llmbuild.builder.targets.tensorrt.emulation.tensors import Tensor
 from llmbuild.errors import BuildError, InternalError
 
 TRT = EmulatedTensorRT()
+ONE = np.array(1, np.float32)
 F16, F32, I32 = DataType.float16, DataType.float32, DataType.int32
 
 
@@ -73,6 +74,28 @@ def test_a_layer_that_does_not_fit_is_refused_by_its_name(what: str) -> None:
     layer.name = "layers.0"
     with pytest.raises(BuildError, match=rf"layers\.0: .*{problem}"):
         layer.get_output(0)
+
+
+def test_fp8_may_only_be_dequantised() -> None:
+    network = EmulatedNetwork()
+    codes = network.add_quantize(rows(network, "a", 4), constant(network, ONE, F32), DataType.fp8)
+    fp8 = codes.get_output(0)
+    with pytest.raises(BuildError, match="fp8 isn't a floating-point type"):
+        network.add_matrix_multiply(fp8, "NONE", fp8, "TRANSPOSE").get_output(0)
+    with pytest.raises(BuildError, match="fp8 may only be dequantised"):
+        network.add_gather(fp8, rows(network, "i", 1, I32), 0).get_output(0)
+
+
+def test_fp8_is_rounded_to_even_and_to_the_largest_number() -> None:
+    network = EmulatedNetwork()
+    x, scale = rows(network, "x", 4, F32), constant(network, np.array(0.5, np.float32), F32)
+    codes = network.add_quantize(x, scale, DataType.fp8).get_output(0)
+    made = network.add_dequantize(codes, scale, F32).get_output(0)
+    made.name = "made"
+    network.mark_output(made)
+    values = np.array([[8.5, 9.5, 1e9, -1e9], [0.25, -(2.0**-11), 2.0**-11 * 3, 0]], np.float32)
+    expected = [[8, 10, 224, -224], [0.25, 0, 2.0**-9, 0]]
+    np.testing.assert_array_equal(network.run({"x": values})["made"], expected)
 
 
 def sum_network() -> EmulatedNetwork:
