@@ -182,6 +182,7 @@ def _quantised(plan: QuantPlan) -> dict[str, QuantisedTensor]:
             zero_points=grid.zero_points,
             activation_group=plan.activation_groups.get(name, 0),
             static_activations=name in plan.activation_scales,
+            is_fp8=grid.is_fp8,
         )
         for name, grid in plan.weights.items()
     }

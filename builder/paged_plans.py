@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from llmbuild.builder.emulate_apart import emulate_apart
 from llmbuild.builder.plan_build import PlanBuild, Script, activations_of
 from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe
-from llmbuild.builder.recipe.target import NATIVE
+from llmbuild.builder.recipe.target import CAPABILITIES, NATIVE, may_have_fp8
 from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.targets.gpu.capabilities import capability
 from llmbuild.builder.targets.gpu.triton_compiler import require_triton
@@ -38,6 +38,12 @@ class PagedPlans:
         require_triton()
         self._version = str(trt.__version__)
         self._capability = _capability(recipe.target.capabilities or (NATIVE,))
+        if recipe.quantisation.has_fp8 and not may_have_fp8(self._capability):
+            able = [each for each in CAPABILITIES[TENSORRT] if each != NATIVE]
+            raise BuildError(
+                f"quantisation: FP8 was chosen, and the GPU here has {self._capability}; compile "
+                f"on one of {', '.join(filter(may_have_fp8, able))}, or choose int4 or int8"
+            )
 
     def record(self, resolved: ResolvedRecipe) -> TensorrtTarget:
         return TensorrtTarget(version=self._version, capability=self._capability)

@@ -38,8 +38,8 @@ def plan_quantisation(
 
     Every linear is quantised but a mixture's router, whose logits choose experts. Tables (an
     embedding that isn't the head as well) change only where their stored codes are kept. Where a
-    shared one is rounded for the head's inputs, the head gets a name of its own: see untie_head.
-    Raises RecipeError, naming the tensors, when the grid doesn't fit.
+    shared one is rounded for the head's inputs, or to FP8, the head gets a name of its own: see
+    untie_head. Raises RecipeError, naming the tensors, when the grid doesn't fit.
     """
     rules = [_rule(override.match, override) for override in quantisation.overrides]
     if quantisation.scheme != UNQUANTISED:
@@ -51,7 +51,7 @@ def plan_quantisation(
     ]
     widest = None if target == TENSORRT_RTX else WIDEST_ACTIVATION_GROUP
     plan = make_plan(rules, candidates, widest)
-    shared = [name for name in tables if name in linears and name in plan.methods]
+    shared = [name for name in tables if name in linears and _is_for_products(name, plan)]
     return _with_own_head(plan, weights.stored_grid(shared[0])) if shared else plan
 
 
@@ -100,9 +100,15 @@ def kv_layout(resolved: ResolvedRecipe, config: DecoderConfig) -> KVLayout:
     )
 
 
+def _is_for_products(name: str, plan: QuantPlan) -> bool:
+    """Whether a matrix is rounded to what suits a linear alone: for its inputs, or to FP8, whose
+    three bits are few for rows that are read as they are."""
+    return name in plan.methods or (name in plan.weights and plan.weights[name].is_fp8)
+
+
 def _with_own_head(plan: QuantPlan, stored: WeightGrid | None) -> QuantPlan:
-    """The plan when the embedding is the head as well, and the head is rounded for its inputs: that
-    isn't what the embedding's rows need, so they stay as the checkpoint has them."""
+    """The plan when the embedding is the head as well, and is rounded for products: that isn't what
+    its rows need, so they stay as the checkpoint has them."""
 
     def moved(choices: Mapping[str, Choice]) -> dict[str, Choice]:
         return {HEAD if name == EMBEDDING else name: choice for name, choice in choices.items()}

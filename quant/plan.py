@@ -46,11 +46,11 @@ class Candidate:
 @dataclass(frozen=True)
 class QuantPlan:
     """weights: grid of each quantised tensor by canonical name; all others stay as they are.
-    activation_groups: of those that meet int8 activations, how many columns of a row share the
-    activations' scale; with the others, activations stay fp32. methods: of those that are rounded
-    with regard to their inputs, which calibration has to show; the others go to the nearest.
-    static: those whose activations have the same scales in every row, and activation_scales what
-    calibration found them to be: fp32 [columns / activation group]."""
+    activation_groups: of those that meet rounded activations (FP8 where the grid is, else int8),
+    how many columns of a row share the activations' scale; with the others, they stay fp32.
+    methods: of those that are rounded with regard to their inputs, which calibration has to show;
+    the others go to the nearest. static: those whose activations have the same scales in every row,
+    and activation_scales what calibration found them to be: fp32 [columns / activation group]."""
 
     weights: Mapping[str, WeightGrid] = field(default_factory=dict)
     activation_groups: Mapping[str, int] = field(default_factory=dict)
@@ -69,7 +69,8 @@ def make_plan(
     widest_activation_group: int | None = WIDEST_ACTIVATION_GROUP,
 ) -> QuantPlan:
     """The plan for the candidates, each under the first rule that matches it.
-    widest_activation_group: columns of a row of activations that may share a scale, None for all.
+    widest_activation_group: columns of a row of int8 activations that may share a scale, None for
+    all.
 
     Raises RecipeError for a rule that matches nothing, for stored codes that aren't there, and for
     a grid that doesn't fit, naming every tensor with the group sizes that would.
@@ -90,10 +91,9 @@ def make_plan(
             misfits.append(_misfit(grid, each))
             continue
         weights[each.name] = grid
-        if rule.scheme.int8_activations:
-            activation_groups[each.name] = activation_group(
-                grid, each.shape[1], widest_activation_group
-            )
+        if rule.scheme.rounds_activations:
+            widest = None if grid.is_fp8 else widest_activation_group
+            activation_groups[each.name] = activation_group(grid, each.shape[1], widest)
         if rule.method != "rtn" and grid != each.stored:  # what is stored is kept as it is
             methods[each.name] = rule.method
         if rule.scheme.static_activations:
@@ -121,11 +121,12 @@ def activation_group(
 def _grid(rule: Rule, candidate: Candidate) -> WeightGrid | None:
     if rule.scheme is None:
         return None
-    if rule.scheme.weight_bits is None:
+    bits = rule.scheme.weight_bits
+    if bits is None:
         return candidate.stored
     if candidate.is_table:
         return None
-    return WeightGrid(rule.scheme.weight_bits, rule.group_size, rule.symmetric)
+    return WeightGrid(bits, rule.group_size, rule.symmetric, is_fp8=rule.scheme.is_fp8)
 
 
 def _check_matches(rules: Sequence[Rule], candidates: Sequence[Candidate]) -> None:

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scheme:
-    """weight_bits: 4 or 8, or None for the codes that the checkpoint stores. int8_activations:
-    activations are rounded to int8, in groups of a row; otherwise they stay fp32.
-    static_activations: by scales that calibration fixes, not as they come."""
+    """weight_bits: 4 or 8, or None for the codes that the checkpoint stores. rounds_activations:
+    to int8, in groups of a row; otherwise they stay fp32. static_activations: by scales that
+    calibration fixes, not as they come. is_fp8: weights and activations are FP8 numbers in place of
+    whole ones, with one scale for all activations of a linear."""
 
     weight_bits: int | None
-    int8_activations: bool
+    rounds_activations: bool
     static_activations: bool = False
+    is_fp8: bool = False
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -22,4 +24,5 @@ SCHEMES: dict[str, Scheme] = {
     "w8a16": Scheme(8, False),
     "stored-a8": Scheme(None, True),
     "stored-a16": Scheme(None, False),
+    "fp8_w8a8": Scheme(8, True, static_activations=True, is_fp8=True),
 }

@@ -26,7 +26,7 @@ from llmbuild.runtime.target import (
     TensorrtTarget,
 )
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
@@ -189,19 +189,22 @@ class QuantisedTensor(Record, frozen=True):
     group_size: Bytes  # columns that share a scale, 0 for a whole row
     symmetric: bool
     zero_points: bool  # whole ones in place of minima, of a grid that isn't symmetric
-    activation_group: Bytes  # columns of int8 activations that share one, 0 where none are rounded
+    activation_group: Bytes  # columns of activations that share one, 0 where none are rounded
     static_activations: bool  # those scales are constants, not found row by row
+    is_fp8: bool = False  # weights, and activations that are rounded, are FP8 (E4M3), else integers
 
     def describe(self) -> str:
         """In a few words: int4 in groups of 32 with minimum, int8 activations in groups of 32,
-        static scales."""
+        static scales; fp8 by row, fp8 activations, static scales."""
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
         offset = " with zero points" if self.zero_points else " with minimum"
         offset = "" if self.symmetric else offset
         group = self.activation_group
         activations = f"int8 activations in groups of {group}" if group else "unrounded activations"
+        if self.is_fp8 and group:  # one scale for all columns
+            activations = "fp8 activations"
         activations += ", static scales" if self.static_activations else ""
-        return f"int{self.bits} {groups}{offset}, {activations}"
+        return f"{'fp8' if self.is_fp8 else f'int{self.bits}'} {groups}{offset}, {activations}"
 
 
 class File(Record, frozen=True):

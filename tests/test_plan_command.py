@@ -124,6 +124,7 @@ def test_heads_are_chosen_one_by_one_for_a_kl(recipe: Path, plan: Plan) -> None:
         (("--weight-max-kl", "nan"), "nan is not a number"),
         (("--weight-max-kl", 1, "--per-head"), "--per-head needs --kv-ratio"),
         (("--weight-ratio", 0.5), "quantisation.scheme: given none; allowed: w4a8"),
+        (("--weight-ratio", 0.5, "--set", "quantisation=fp8_w8a8"), "given fp8_w8a8; on cpu there"),
         (("--kv-ratio", 0.4), "--kv-ratio: given 0.4, and the smallest precisions"),
         (
             ("--kv-ratio", 0.5, "--set", "kv_cache.overrides=[{match: '*', dtype: int8}]"),

@@ -29,6 +29,7 @@ SCHEMES = {
     "w4a16": ("quantisation={scheme: w4a16, group_size: 32, method: rtn}",),
     "w8a16": ("quantisation=w8a16",),
     "w8a8": ("quantisation=w8a8-static",),
+    "fp8": ("quantisation=fp8_w8a8",),
 }
 
 Compiled = Callable[..., Path]
@@ -76,7 +77,23 @@ def test_every_precision_builds_and_says_what_it_is(compiled: Compiled, scheme: 
     bits = {4: 7 * 2, 8: 7 * 2}  # linears of two layers; the head is the embedding, quantised too
     quantised = [each.bits for each in manifest.quantised.values()]
     assert all(quantised.count(n) >= count for n, count in bits.items() if n in quantised)
-    assert bool(quantised) == scheme.startswith("w")
+    assert bool(quantised) == (scheme not in ("fp16", "bf16"))
+
+
+def test_an_fp8_engine_says_so(compiled: Compiled) -> None:
+    """The head is the embedding, and has a matrix of its own."""
+    root = compiled(*SCHEMES["fp8"])
+    manifest, report = read_manifest(root), json.loads((root / "report.json").read_text())
+    words = "fp8 by row, fp8 activations, static scales"
+    assert manifest.quantised_kinds == report["quantised"] == {words: 15}
+    assert "lm_head.weight" in manifest.quantised
+    assert "embed.weight" not in manifest.quantised
+    rows = 2 * (192 + 96 + 96 + 64 + 288 + 288 + 64) + 257
+    items = 2 * (64 * (2 * 192 + 2 * 96) + 3 * 64 * 288) + 257 * 64
+    assert report["decode"][0]["weight_bytes"] == items + 4 * rows
+    assert 0 < report["emulated"] < report["tolerance"]
+    done = CliRunner().invoke(inspect, [str(root)])
+    assert f"15 tensors to {words}" in " ".join(done.output.split())
 
 
 def test_inspect_shows_inputs_outputs_sizes_and_the_capabilities_read_back(
@@ -120,9 +137,12 @@ def test_report_tells_what_a_decode_step_reads(compiled: Compiled) -> None:
     assert report["ranks"][0]["plan_bytes"] == (root / "rank0/engine.plan").stat().st_size
 
 
-def test_ranks_with_int8_activations_are_held_to_the_reference(compiled: Compiled) -> None:
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_ranks_with_rounded_activations_are_held_to_the_reference(
+    compiled: Compiled, scheme: str
+) -> None:
     """One scale for all columns, whichever rank has them."""
-    assert len(read_manifest(compiled(*SCHEMES["w8a8"], "parallel.tp=3")).ranks) == 3
+    assert len(read_manifest(compiled(*SCHEMES[scheme], "parallel.tp=3")).ranks) == 3
 
 
 def test_ranks_have_plans_with_collectives(compiled: Compiled) -> None:
@@ -172,6 +192,7 @@ def test_without_tensorrt_it_says_what_to_install(
         (["quantisation={scheme: w4a16, group_size: row}"], "not row"),
         (["quantisation={scheme: w4a16, group_size: 256}"], "32, 64, 96, 128, 160, 192 columns"),
         (["quantisation=w4a16", "precision=bf16"], "needs precision fp16"),
+        (["quantisation=fp8_w8a8", "target.capabilities=[8.6]"], "fp8_w8a8 needs one of 8.9, 12.0"),
         (["target.capabilities={}"], "a compute capability or a list of them"),
     ],
 )
@@ -190,7 +211,9 @@ def test_heads_that_do_not_fit_are_refused(
         compile(path, tmp_path / "engine", ["target=tensorrt-rtx", "precision=fp16", "kv_cache={}"])
 
 
-@pytest.mark.parametrize("overrides", [(), ("parallel.tp=3",)], ids=["alone", "tp=3"])
+@pytest.mark.parametrize(
+    "overrides", [(), ("parallel.tp=3",), SCHEMES["fp8"]], ids=["alone", "tp=3", "fp8"]
+)
 def test_verify_emulates_an_engine(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:

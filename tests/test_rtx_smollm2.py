@@ -19,8 +19,12 @@ SCHEMES = {
         "quantisation=w8a8-static",
         "calibration={data: text.txt, sequences: 8, length: 128}",
     ),
+    "fp8": (
+        "quantisation=fp8_w8a8",
+        "calibration={data: text.txt, sequences: 8, length: 128}",
+    ),
 }
-LARGEST_MB = {"fp16": 300, "w4a16": 190, "w8a8": 270}  # a table of 57 MB stays fp16
+LARGEST_MB = {"fp16": 300, "w4a16": 190, "w8a8": 270, "fp8": 270}  # a table of 57 MB stays fp16
 
 
 @pytest.fixture

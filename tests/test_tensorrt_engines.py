@@ -184,6 +184,17 @@ def test_a_gpu_that_no_kernel_is_for_is_refused(
         compile(recipe, recipe.parent / "none", nowhere)
 
 
+def test_fp8_on_a_gpu_without_it_is_refused(
+    stand_ins: StandInTensorRT,
+    recipe: Path,
+    nowhere: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_plans, "compute_capability", lambda: "8.6")
+    with pytest.raises(BuildError, match=r"has 8\.6; compile on one of 8\.9, 9\.0, 10\.0, 12\.0"):
+        compile(recipe, recipe.parent / "none", [*nowhere, "quantisation=fp8_w8a8"])
+
+
 def test_ranks_are_not_compiled_one_by_one(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="leave it out, tensorrt builds"):
         compile_rank(0, recipe, recipe.parent / "rank")

@@ -16,11 +16,12 @@ from llmbuild.builder.models.canonical import EMBEDDING, HEAD
 from llmbuild.builder.planning.part import Aim, Bench, Part
 from llmbuild.builder.quantisation import plan_quantisation, untie_head
 from llmbuild.builder.recipe.quantisation import UNQUANTISED, Override, Quantisation
+from llmbuild.builder.recipe.target import SCHEMES
 from llmbuild.errors import RecipeError
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader, value_reader
-from llmbuild.quant.schemes import SCHEMES
 from llmbuild.quant.sensitivity import Choice, Option, matrix_bytes
+from llmbuild.runtime.target import CPU
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -45,9 +46,10 @@ class _Planned:
 def check_has_scheme(quantisation: Quantisation) -> None:
     """Raises RecipeError for a recipe whose weights have no scheme to depart from."""
     if quantisation.scheme == UNQUANTISED:
+        allowed = ", ".join(scheme for scheme in SCHEMES[CPU] if scheme != UNQUANTISED)
         raise RecipeError(
             "--weight-ratio and --weight-max-kl choose between the recipe's scheme and better "
-            f"ones; quantisation.scheme: given {UNQUANTISED}; allowed: {', '.join(SCHEMES)}"
+            f"ones; quantisation.scheme: given {UNQUANTISED}; allowed: {allowed}"
         )
 
 

@@ -13,6 +13,11 @@ NOTHING_TO_TRAIN = (
     "quantisation.method, or leave it out"
 )
 
+NOT_OF_FP8 = (
+    "it trains whole numbers alone, and quantisation asks for FP8: leave it out, or choose schemes "
+    "of int4 and int8"
+)
+
 
 class Distillation(Section):
     """steps: of Adam, each with `batch` of `sequences` that are drawn as calibration's are."""

@@ -14,6 +14,11 @@ ROW: Literal["row"] = "row"
 UNQUANTISED = "none"
 
 DEFAULT_GROUP_SIZES: dict[int, int | Literal["row"]] = {4: 64, 8: ROW}  # by bits
+FP8_ALLOWED: dict[str, tuple[str | bool, ...]] = {
+    "group_size": (ROW,),
+    "symmetric": (True,),
+    "method": ("rtn", "smoothquant"),
+}
 
 
 class Precisions(Section):
@@ -48,9 +53,22 @@ class Precisions(Section):
             raise problem(f"the scheme {scheme} has no grid to choose, so leave it out")
         return given
 
+    @field_validator("group_size", "symmetric", "method")
+    @classmethod
+    def _fp8_fits_its_grid(cls, given: Any, info: ValidationInfo) -> Any:
+        scheme, key = info.data.get("scheme"), str(info.field_name)
+        if given is not None and _is_fp8(scheme) and given not in FP8_ALLOWED[key]:
+            allowed = " or ".join(map(str, FP8_ALLOWED[key])).lower()
+            raise problem(f"{scheme} has {key} {allowed}: choose that, or leave it out")
+        return given
+
     @property
-    def int8_activations(self) -> bool:
-        return self.scheme != UNQUANTISED and SCHEMES[self.scheme].int8_activations
+    def rounds_activations(self) -> bool:
+        return self.scheme != UNQUANTISED and SCHEMES[self.scheme].rounds_activations
+
+    @property
+    def is_fp8(self) -> bool:
+        return _is_fp8(self.scheme)
 
     def resolved(self) -> dict[str, Any]:
         """As written, with the grid's defaults filled."""
@@ -79,8 +97,13 @@ class Quantisation(Precisions):
     )
 
     @property
-    def int8_activations(self) -> bool:
-        return super().int8_activations or any(o.int8_activations for o in self.overrides)
+    def rounds_activations(self) -> bool:
+        return super().rounds_activations or any(o.rounds_activations for o in self.overrides)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any matrix could be FP8."""
+        return self.is_fp8 or any(override.is_fp8 for override in self.overrides)
 
     @property
     def calibrates(self) -> bool:
@@ -96,7 +119,12 @@ def _weight_bits(scheme: str) -> int | None:
     return None if scheme == UNQUANTISED else SCHEMES[scheme].weight_bits
 
 
+def _is_fp8(scheme: str | None) -> bool:
+    return scheme in SCHEMES and SCHEMES[scheme].is_fp8
+
+
 def _default_method(scheme: str, bits: int) -> Method:
-    if SCHEMES[scheme].static_activations:
+    """FP8's steps follow each number's size, so that columns needn't be evened."""
+    if SCHEMES[scheme].static_activations and not _is_fp8(scheme):
         return "smoothquant"
     return "gptq" if bits == 4 else "rtn"

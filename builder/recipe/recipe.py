@@ -21,6 +21,7 @@ from pydantic import (
 
 from llmbuild.builder.recipe.calibration import DEFAULT_LENGTH, Calibration, ResolvedCalibration
 from llmbuild.builder.recipe.distillation import (
+    NOT_OF_FP8,
     NOTHING_TO_TRAIN,
     Distillation,
     ResolvedDistillation,
@@ -31,7 +32,7 @@ from llmbuild.builder.recipe.plan_file import PrecisionPlan, read_plan
 from llmbuild.builder.recipe.problems import problem, problem_lines
 from llmbuild.builder.recipe.quantisation import UNQUANTISED, Quantisation
 from llmbuild.builder.recipe.section import Section, listed
-from llmbuild.builder.recipe.target import PRECISIONS, Target, rtx_lack
+from llmbuild.builder.recipe.target import PRECISIONS, Target
 from llmbuild.builder.recipe.yaml_text import RecipeDumper, apply_overrides, read_recipe
 from llmbuild.builder.sources import parse_source
 from llmbuild.errors import RecipeError, SourceError
@@ -196,11 +197,8 @@ class Recipe(Section):
         cls, quantisation: Quantisation, info: ValidationInfo
     ) -> Quantisation:
         target: Target | None = info.data.get("target")
-        if target and target.kind == TENSORRT_RTX:
-            for each in (quantisation, *quantisation.overrides):
-                lack = rtx_lack(each, info.data.get("precision"))
-                if lack is not None:
-                    raise problem(f"on {TENSORRT_RTX} {lack}")
+        if target:
+            target.check_quantisation(quantisation, info.data.get("precision"))
         return quantisation
 
     @field_validator("parallel")
@@ -268,6 +266,8 @@ class Recipe(Section):
         """A plan may bring it."""
         quantisation: Quantisation | None = info.data.get("quantisation")
         has_plan = info.data.get("plan") is not None
+        if distillation and quantisation and quantisation.has_fp8:
+            raise problem(NOT_OF_FP8)
         if distillation and quantisation and not has_plan and not quantisation.calibrates:
             raise problem(NOTHING_TO_TRAIN)
         return distillation
@@ -325,7 +325,7 @@ class Recipe(Section):
         max_sequences = self.limits.effective_max_sequences
         content = self.model_dump()
         content["limits"] |= {"max_sequence_length": length, "max_sequences": max_sequences}
-        content["target"] = self.target.resolved()
+        content["target"] = self.target.resolved(self.quantisation)
         is_linear = self.target.kind == TENSORRT_RTX
         block_size = length if is_linear else min(DEFAULT_BLOCK_SIZE, length)
         content["kv_cache"] = self.kv_cache.resolved(self.precision, block_size)
@@ -343,9 +343,9 @@ class Recipe(Section):
         if self.kv_cache.bits < 8:
             return DEFAULT_INT4_KV_TOLERANCE
         if self.target.kind == TENSORRT_RTX:
-            rounds = self.quantisation.int8_activations
+            rounds = self.quantisation.rounds_activations
             return DEFAULT_RTX_INT8_TOLERANCE if rounds else DEFAULT_RTX_TOLERANCE[self.precision]
-        if self.quantisation.int8_activations:
+        if self.quantisation.rounds_activations:
             return DEFAULT_INT8_TOLERANCE
         if self.kv_cache.bits == 8:
             return DEFAULT_INT8_KV_TOLERANCE

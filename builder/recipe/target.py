@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from llmbuild.builder.recipe.problems import problem
-from llmbuild.builder.recipe.quantisation import ROW, Precisions
+from llmbuild.builder.recipe.quantisation import ROW, UNQUANTISED, Precisions, Quantisation
 from llmbuild.builder.recipe.section import Section, listed
 from llmbuild.builder.targets.gpu.capabilities import CAPABILITIES as KERNELS
+from llmbuild.quant.schemes import SCHEMES as ALL_SCHEMES
 from llmbuild.runtime.isa import LEVELS
 from llmbuild.runtime.plan_header import CAPABILITY_BITS
 from llmbuild.runtime.target import CPU, TENSORRT, TENSORRT_RTX
@@ -20,11 +21,16 @@ CAPABILITIES = {
     TENSORRT_RTX: tuple(CAPABILITY_BITS),
 }
 DEFAULT_CAPABILITIES = {TENSORRT: (NATIVE,), TENSORRT_RTX: ("8.0", "8.6", "8.9", "12.0")}
+FIRST_FP8_CAPABILITY = 8.9  # whose tensor cores multiply FP8
 
 # By target. Of tensorrt, what its kernels have and Triton's interpreter, by which builds are
 # proven, gets right; of tensorrt-rtx, what native layers and its kernels have.
 PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT: ("fp16",), TENSORRT_RTX: ("fp16", "bf16")}
-RTX_SCHEMES = ("none", "w4a16", "w8a16", "w8a8-static")
+SCHEMES = {
+    CPU: (UNQUANTISED, *(name for name, scheme in ALL_SCHEMES.items() if not scheme.is_fp8)),
+    TENSORRT: (UNQUANTISED, *ALL_SCHEMES),
+    TENSORRT_RTX: (UNQUANTISED, "w4a16", "w8a16", "w8a8-static", "fp8_w8a8"),
+}
 INT4_GROUP_SIZES = range(32, 193, 32)  # wider ones build no fused kernel
 
 
@@ -92,20 +98,46 @@ class Target(Section):
             raise problem(f"give one: a plan of {TENSORRT} is for the GPU that it is built on")
         return tuple(sorted(capabilities, key=known.index))
 
-    def resolved(self) -> dict[str, Any]:
-        """As written, with the defaults of its kind filled."""
+    def resolved(self, quantisation: Quantisation) -> dict[str, Any]:
+        """As written, with the defaults of its kind filled, those that have what is chosen."""
         content = self.model_dump(exclude_none=True)
         if self.kind == CPU:
             content.setdefault("isa", (NATIVE,))
         else:
-            content.setdefault("capabilities", DEFAULT_CAPABILITIES[self.kind])
+            default = DEFAULT_CAPABILITIES[self.kind]
+            able = tuple(filter(may_have_fp8, default)) if quantisation.has_fp8 else default
+            content.setdefault("capabilities", able)
         return content
 
+    def check_quantisation(self, quantisation: Quantisation, precision: str | None) -> None:
+        """Raises the problem of a scheme, or a grid, that the target hasn't."""
+        for chosen in (quantisation, *quantisation.overrides):
+            lack = self._lack(chosen, precision)
+            if lack is not None:
+                raise problem(f"on {self.kind} {lack}")
+            if chosen.is_fp8 and not all(map(may_have_fp8, self.capabilities or ())):
+                able = ", ".join(filter(may_have_fp8, CAPABILITIES[self.kind]))
+                text = f"{chosen.scheme} needs one of {able}; leave the others out"
+                raise problem(text, loc=("target", "capabilities"))
 
-def rtx_lack(chosen: Precisions, precision: str | None) -> str | None:
-    """Why tensorrt-rtx can't have weights of these precisions, where it can't."""
-    if chosen.scheme not in RTX_SCHEMES:
-        return f"there are {', '.join(RTX_SCHEMES)}, not {chosen.scheme}"
+    def _lack(self, chosen: Precisions, precision: str | None) -> str | None:
+        """Why the target can't have weights of these precisions, where it can't."""
+        known = SCHEMES[self.kind]
+        if chosen.scheme not in known:
+            others = [kind for kind, schemes in SCHEMES.items() if chosen.scheme in schemes]
+            return (
+                f"there are {', '.join(known)}, not {chosen.scheme}; choose one of these, or "
+                f"target {' or '.join(others)}"
+            )
+        return _rtx_lack(chosen, precision) if self.kind == TENSORRT_RTX else None
+
+
+def may_have_fp8(capability: str) -> bool:
+    """Whether a compute capability, such as 8.9, has FP8; what NATIVE is shows at the build."""
+    return capability == NATIVE or float(capability) >= FIRST_FP8_CAPABILITY
+
+
+def _rtx_lack(chosen: Precisions, precision: str | None) -> str | None:
     if chosen.symmetric is False:
         return "grids are symmetric"
     if chosen.scheme == "w4a16":

@@ -1,7 +1,7 @@
 """Holds an executable to the precisions that its manifest states."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llmbuild.builder.graph.step_graph import CODES, StepGraph
@@ -64,7 +64,7 @@ def require_planned(
     weights: dict[str, WeightPrecision] = dict.fromkeys([*widths, *quantised], manifest.precision)
     activations = dict.fromkeys(compiled.activations, Activations())
     for name, each in quantised.items():
-        grid = WeightGrid(each.bits, each.group_size, each.symmetric, each.zero_points)
+        grid = WeightGrid(each.bits, each.group_size, each.symmetric, each.zero_points, each.is_fp8)
         weights[name] = row_grid(grid, widths.get(name, 0))
         if name in activations:  # otherwise only rows of it are taken
             activations[name] = Activations(each.activation_group, each.static_activations)
@@ -91,8 +91,7 @@ def matrix_widths(step: StepGraph) -> dict[str, int]:
 
 def row_grid(grid: WeightGrid, width: int) -> WeightGrid:
     """The same grid, with size 0 for groups as wide as the row."""
-    group_size = 0 if grid.group_size == width else grid.group_size
-    return WeightGrid(grid.bits, group_size, grid.symmetric, grid.zero_points)
+    return replace(grid, group_size=0 if grid.group_size == width else grid.group_size)
 
 
 def in_words(precision: WeightPrecision | Activations) -> str:

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from llmbuild.builder.graph.passes.rewrite import nodes_of
-from llmbuild.builder.graph.step_graph import CODES, StepGraph, Weight
+from llmbuild.builder.graph.step_graph import CODES, SCALES, StepGraph, Weight
 from llmbuild.builder.report.report import DecodeStep, decode_contexts
 from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.stages import peak_rss_bytes
@@ -114,4 +114,6 @@ def _read_by_linears(step: StepGraph) -> dict[str, Weight]:
 def _bytes(weight: Weight) -> int:
     if weight.part == CODES and weight.grid is not None:
         return prod(weight.shape) * weight.grid.bits // 8
+    if weight.part == SCALES and weight.grid is not None:
+        return prod(weight.shape) * weight.grid.scale_dtype.itemsize
     return prod(weight.shape) * _ITEM_BYTES[weight.dtype]

@@ -62,6 +62,16 @@ def test_an_embedding_that_is_the_head_is_quantised_once(
     assert found.activation_groups == {}
 
 
+def test_a_head_that_is_the_embedding_is_fp8_apart_from_it(
+    traced: Callable[..., StepGraph],
+) -> None:
+    step = traced(**WIDE, tie_embeddings=True)
+    found = plan(Quantisation(scheme="fp8_w8a8", group_size="row"), step)
+    names = ATTENTION | MLP | {"lm_head.weight"}
+    assert found.weights == dict.fromkeys(names, WeightGrid(8, 0, True, is_fp8=True))
+    assert found.static == names
+
+
 def test_a_mixtures_router_and_experts_stay(traced: Callable[..., StepGraph]) -> None:
     moe = MoeConfig(5, 2, 32, normalise=True, shared_size=64, shared_gate=True)
     found = plan(resolved("w4a16"), traced(**WIDE, moe=moe, moe_layers=(True,)))

@@ -50,6 +50,16 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert plan.activation_groups == dict.fromkeys(("x.1.a", "x.1.b", "x.2.a"), 64)
 
 
+@pytest.mark.parametrize("widest", [64, None])
+def test_fp8_has_a_scale_a_row_and_one_for_all_activations(widest: int | None) -> None:
+    plan = make_plan(everywhere("fp8_w8a8"), STORED, widest)
+    assert plan.weights == dict.fromkeys("abc", WeightGrid(8, 0, True, is_fp8=True))
+    assert plan.activation_groups == {"a": 96, "b": 64, "c": 32}
+    assert plan.static == {*"abc"}
+    assert plan.needs_calibration
+    assert not plan.methods
+
+
 def test_a_rule_that_matches_nothing_is_refused() -> None:
     rules = [Rule("layers.*", None), *everywhere("w4a8", 32)]
     with pytest.raises(RecipeError, match=r"'layers\.\*' matches no matrix .* those are a, b, c"):

@@ -480,3 +480,13 @@ def test_a_quantised_tensor_tells_how_its_activations_are_rounded(
         static_activations=static,
     )
     assert tensor.describe() == words
+
+
+@pytest.mark.parametrize(
+    ("activation_group", "words"),
+    [(576, "fp8 by row, fp8 activations, static scales"), (0, "fp8 by row, unrounded activations")],
+)
+def test_an_fp8_tensor_says_so(activation_group: int, words: str) -> None:
+    """One scale is for all columns, so that no groups are told."""
+    tensor = QuantisedTensor(8, 0, True, False, activation_group, activation_group > 0, is_fp8=True)
+    assert tensor.describe() == words

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from llmbuild.builder.recipe.problems import known_keys
 from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
+from llmbuild.builder.recipe.target import SCHEMES
 from llmbuild.errors import RecipeError
-from llmbuild.quant.schemes import SCHEMES
+from llmbuild.runtime.target import CPU
 
 HASH = "0123456789abcdef" * 4
 MINIMAL: dict[str, Any] = {
@@ -245,7 +246,48 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "scheme that a GPU hasn't": (
         RTX | {"quantisation": "w4a8"},
         "quantisation",
-        ["w4a16, w8a16, w8a8-static, not w4a8"],
+        ["w4a16, w8a16, w8a8-static, fp8_w8a8, not w4a8", "or target cpu or tensorrt"],
+    ),
+    "fp8 on a processor": (
+        {"quantisation": "fp8_w8a8"},
+        "quantisation",
+        ["given fp8_w8a8", "on cpu there are none, w4a8", "or target tensorrt or tensorrt-rtx"],
+    ),
+    "a part in fp8 on a processor": (
+        {"quantisation": {"overrides": [{"match": "*", "scheme": "fp8_w8a8"}]}},
+        "quantisation",
+        ["not fp8_w8a8"],
+    ),
+    **{
+        f"{key} {value} of fp8": (
+            RTX | {"quantisation": {"scheme": "fp8_w8a8", key: value}},
+            f"quantisation.{key}",
+            [f"given {str(value).lower()}", f"fp8_w8a8 has {key} {allowed}", "leave it out"],
+        )
+        for key, value, allowed in (
+            ("method", "gptq", "rtn or smoothquant"),
+            ("method", "awq", "rtn or smoothquant"),
+            ("group_size", 64, "row"),
+            ("symmetric", False, "true"),
+        )
+    },
+    "fp8 on a GPU without": (
+        RTX
+        | {
+            "target": {"kind": "tensorrt-rtx", "capabilities": [8.6, 8.9]},
+            "quantisation": "fp8_w8a8",
+        },
+        "target.capabilities",
+        ["given [8.6, 8.9]", "fp8_w8a8 needs one of 8.9, 12.0, 12.1", "leave the others out"],
+    ),
+    "a part in fp8 on a GPU with kernels and without fp8": (
+        TENSORRT
+        | {
+            "target": {"kind": "tensorrt", "capabilities": 8.0},
+            "quantisation": {"overrides": [{"match": "*", "scheme": "fp8_w8a8"}]},
+        },
+        "target.capabilities",
+        ["given 8.0", "fp8_w8a8 needs one of", "8.9, 9.0, 10.0, 12.0"],
     ),
     "gate of a GPU": (
         RTX | {"gate": {"perplexity": {"text": "t", "max_increase": 0.1}}},
@@ -636,7 +678,7 @@ def test_malformed_override_is_refused(override: str, words: str, tmp_path: Path
 @st.composite
 def quantisations(draw: st.DrawFn) -> dict[str, Any]:
     """A scheme with either key of its grid given or not."""
-    scheme = draw(st.sampled_from(["none", *SCHEMES]))
+    scheme = draw(st.sampled_from(SCHEMES[CPU]))
     grid = {
         "group_size": draw(st.sampled_from([32, 64, 96, 4096, "row"])),
         "symmetric": draw(st.booleans()),
@@ -717,6 +759,28 @@ def test_recipe_for_a_gpu_resolves_to_itself(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     again.write_text(effective_yaml(resolved))
     assert load_recipe(again).resolve(1000) == resolved
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_fp8_is_for_the_gpus_that_have_it(tmp_path: Path, part: bool) -> None:
+    """Capabilities that aren't given are cut to those; a scale a row, and no method by default."""
+    quantisation: Any = "fp8_w8a8"
+    if part:
+        overrides = [{"match": "*", "scheme": "fp8_w8a8", "method": "smoothquant"}]
+        quantisation = {"scheme": "w8a16", "overrides": overrides}
+    resolved = resolve(tmp_path, changed(RTX | {"quantisation": quantisation}))
+    assert resolved.target.capabilities == ("8.9", "12.0")
+    chosen = resolved.quantisation.overrides[0] if part else resolved.quantisation
+    assert (chosen.group_size, chosen.symmetric) == ("row", True)
+    assert chosen.method == ("smoothquant" if part else "rtn")
+    again = tmp_path / "again.yaml"
+    again.write_text(effective_yaml(resolved))
+    assert load_recipe(again).resolve(4096) == resolved
+
+
+def test_fp8_may_be_for_the_gpu_at_hand(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, changed(TENSORRT | {"quantisation": "fp8_w8a8"}))
+    assert resolved.target.capabilities == ("native",)
 
 
 def test_recipe_for_the_gpu_at_hand_resolves_to_itself(tmp_path: Path) -> None:

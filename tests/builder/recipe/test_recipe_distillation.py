@@ -48,6 +48,14 @@ def test_the_default_batch_is_cut_to_what_is_there(
         ),
         ({"distillation": {"steps": 1}, "quantisation": "w8a8"}, "no matrix is rounded by gptq"),
         ({"distillation": {"steps": 1}, "quantisation": "stored-a8"}, "no matrix is rounded"),
+        (
+            {
+                "distillation": {"steps": 1},
+                "target": "tensorrt-rtx",
+                "quantisation": {"scheme": "fp8_w8a8", "method": "smoothquant"},
+            },
+            "distillation: given .*; it trains whole numbers alone, and quantisation asks for FP8",
+        ),
     ],
 )
 def test_what_fits_nothing_is_refused(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
