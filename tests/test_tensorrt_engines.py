@@ -87,6 +87,18 @@ def test_verify_emulates_it(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "verified: at most" in done.output
 
 
+def test_fp8_is_built_of_layers_and_emulated(stand_ins: StandInTensorRT, recipe: Path) -> None:
+    """Calibrated with a text; no plugin multiplies, and the build holds it to the reference."""
+    (recipe.parent / "text.txt").write_text("".join(f"{n} and {n} is {2 * n}. " for n in range(50)))
+    calibration = "calibration={data: text.txt, sequences: 4, length: 16}"
+    root = compile(recipe, recipe.parent / "fp8", ["quantisation=fp8_w8a8", calibration])
+    assert read_manifest(root).quantised_kinds == {"fp8 by row, fp8 activations, static scales": 8}
+    report = json.loads((root / "report.json").read_text())
+    assert 0 < report["emulated"] < report["tolerance"] == 0.4
+    kinds = [layer.kind for layer in stand_ins.network.layers]
+    assert kinds.count("quantize") == kinds.count("matrix_multiply") > 0
+
+
 @pytest.mark.slow
 def test_a_build_compiles_its_kernels_and_emulates_them_in_a_process_of_its_own(
     recipe: Path, checkout: Path

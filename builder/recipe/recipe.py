@@ -54,6 +54,7 @@ DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall t
 # scale is for all columns, so that a code is a larger step.
 DEFAULT_RTX_TOLERANCE = {"fp16": 3e-2, "bf16": 1.5e-1}
 DEFAULT_RTX_INT8_TOLERANCE = 2e-1
+DEFAULT_FP8_TOLERANCE = 4e-1  # the next number may be an eighth further, not a step of 127
 
 MAX_BUCKET = 64
 
@@ -340,6 +341,8 @@ class Recipe(Section):
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
 
     def _default_tolerance(self) -> float:
+        if self.quantisation.has_fp8:
+            return DEFAULT_FP8_TOLERANCE
         if self.kv_cache.bits < 8:
             return DEFAULT_INT4_KV_TOLERANCE
         if self.target.kind == TENSORRT_RTX:

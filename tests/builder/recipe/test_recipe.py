@@ -770,6 +770,7 @@ def test_fp8_is_for_the_gpus_that_have_it(tmp_path: Path, part: bool) -> None:
         quantisation = {"scheme": "w8a16", "overrides": overrides}
     resolved = resolve(tmp_path, changed(RTX | {"quantisation": quantisation}))
     assert resolved.target.capabilities == ("8.9", "12.0")
+    assert resolved.verify.tolerance == 0.4
     chosen = resolved.quantisation.overrides[0] if part else resolved.quantisation
     assert (chosen.group_size, chosen.symmetric) == ("row", True)
     assert chosen.method == ("smoothquant" if part else "rtn")
@@ -781,6 +782,7 @@ def test_fp8_is_for_the_gpus_that_have_it(tmp_path: Path, part: bool) -> None:
 def test_fp8_may_be_for_the_gpu_at_hand(tmp_path: Path) -> None:
     resolved = resolve(tmp_path, changed(TENSORRT | {"quantisation": "fp8_w8a8"}))
     assert resolved.target.capabilities == ("native",)
+    assert resolved.verify.tolerance == 0.4
 
 
 def test_recipe_for_the_gpu_at_hand_resolves_to_itself(tmp_path: Path) -> None:
