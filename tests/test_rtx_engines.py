@@ -137,6 +137,29 @@ def test_report_tells_what_a_decode_step_reads(compiled: Compiled) -> None:
     assert report["ranks"][0]["plan_bytes"] == (root / "rank0/engine.plan").stat().st_size
 
 
+@pytest.mark.parametrize(
+    ("quantisation", "kinds"),
+    [
+        ("{scheme: fp8_w8a8, method: smoothquant}", {"fp8 by row": 15}),
+        (
+            "{scheme: w8a8-static, overrides: [{match: '*.q_proj.weight', scheme: fp8_w8a8}]}",
+            {"fp8 by row": 2, "int8 by row": 13},
+        ),
+    ],
+    ids=["smoothed", "beside int8"],
+)
+def test_fp8_may_be_smoothed_and_stand_beside_int8(
+    compiled: Compiled, quantisation: str, kinds: dict[str, int]
+) -> None:
+    """Of one value then, which is rounded to both, each with a scale of its own."""
+    found: dict[str, int] = {}
+    manifest = read_manifest(compiled(f"quantisation={quantisation}"))
+    for words, count in manifest.quantised_kinds.items():
+        kind = words.partition(",")[0]
+        found[kind] = found.get(kind, 0) + count
+    assert found == kinds
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_ranks_with_rounded_activations_are_held_to_the_reference(
     compiled: Compiled, scheme: str
