@@ -29,20 +29,22 @@ def search_smoothing(
 
     x: fp32 [rows, columns]. matrices: fp32 [rows, columns] with the grid of each. group: columns of
     x that share a scale. static: whether all rows have the same scales. The exponent between reach
-    of activations and of weights is the one whose rounded products are nearest.
+    of activations and of weights is the one whose rounded products are nearest; all stay as they
+    are where none brings them nearer.
     """
     reach = x.abs().amax(0).clamp(min=1e-8)
     widest = torch.stack([weights.abs().amax(0) for weights, _ in matrices]).amax(0)
     x = x[:: -(-len(x) // _SEARCHED_ROWS)]
     samples = [(w[:: -(-len(w) // _SEARCHED_ROWS)], grid) for w, grid in matrices]
-    best, best_loss = torch.ones_like(reach), float("inf")
+
+    def loss(smoothing: torch.Tensor) -> float:
+        return sum(_loss(x, weights, grid, group, static, smoothing) for weights, grid in samples)
+
+    candidates = [torch.ones_like(reach)]
     for exponent in _EXPONENTS:
         smoothing = reach**exponent / widest.clamp(min=1e-8) ** (1 - exponent)
-        smoothing /= smoothing.log().mean().exp()
-        loss = sum(_loss(x, weights, grid, group, static, smoothing) for weights, grid in samples)
-        if loss < best_loss:
-            best, best_loss = smoothing, loss
-    return best
+        candidates.append(smoothing / smoothing.log().mean().exp())
+    return min(candidates, key=loss)
 
 
 def activation_numbers(grid: WeightGrid) -> Numbers:

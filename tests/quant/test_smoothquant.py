@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmbuild.plugins.common.quantised import FP8, round_to_int8
+from llmbuild.plugins.common.quantised import FP8, round_to, round_to_int8
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.rtn import round_to_nearest
 from llmbuild.quant.smoothquant import activation_scales, search_smoothing
@@ -38,6 +38,26 @@ def test_channels_that_reach_far_are_shrunk_and_products_come_nearer() -> None:
     smoothing = search_smoothing(inputs(), [(weights(), GRID)], GROUP, True)
     assert smoothing[[5, 40, 77]].min() > 3 * smoothing.median()
     assert loss(smoothing) < 0.5 * loss(torch.ones(COLUMNS))
+
+
+def test_channels_stay_as_they_are_where_that_loses_least() -> None:
+    """Even activations, and columns of weights from 1/16 to 16, which FP8 rounds as well as any."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((300, COLUMNS)).astype(np.float32)
+    w = (rng.standard_normal((ROWS, COLUMNS)) * np.exp2(rng.uniform(-4, 4, COLUMNS))).astype("f4")
+    grid = WeightGrid(8, 0, True, is_fp8=True)
+    smoothing = search_smoothing(torch.tensor(x), [(torch.tensor(w), grid)], COLUMNS, True)
+    assert (smoothing == 1).all()
+
+    def error(divisors: np.ndarray) -> float:
+        even, stretched = x / divisors, w * divisors
+        importance = torch.tensor(np.square(stretched).sum(0))
+        scales = activation_scales(torch.tensor(even), importance, COLUMNS, FP8)
+        rounded = round_to(FP8, torch.tensor(even), COLUMNS, torch.tensor(scales)).double().numpy()
+        matrix = round_to_nearest(stretched, grid).dequantised().astype(np.float64)
+        return float(np.square(rounded @ matrix.T - x.astype(np.float64) @ w.T).sum())
+
+    assert error(np.ones(COLUMNS, np.float32)) < error(np.sqrt(1 / np.abs(w).max(0)))
 
 
 def test_static_scales_lose_no_more_than_the_whole_reach_does() -> None:
