@@ -83,7 +83,7 @@ def check_can_plot() -> None:
     """Raises UserError when what draws isn't installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--plot needs matplotlib, which isn't installed; `pip install '.[bench]'` in "
+            "--plot needs matplotlib, which isn't installed; `pip install -e '.[build,bench]'` in "
             "llmbuild's checkout has it"
         )
 

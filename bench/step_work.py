@@ -5,7 +5,8 @@ import numpy as np
 from bench.roofline import Work
 from llmbuild.errors import UserError
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.manifest import KV_ITEM_BITS, SCRATCH_BLOCK, Manifest
+from llmbuild.runtime.manifest import SCRATCH_BLOCK, Manifest
+from llmbuild.runtime.vocab_matrices import embedding_bytes, has_own_head, head_bytes
 
 
 class StepWork:
@@ -39,11 +40,12 @@ class StepWork:
         linears = [sizes[name.split(".")[-2]] for name in rounded if name.startswith("layers.")]
         self.int8_weights = sum(linears)  # of all layers, that multiply bytes
         self.int8_head_weights = self.head_weights if len(linears) < len(rounded) else 0
-        self.head_bytes = self.head_weights * KV_ITEM_BITS[manifest.precision] // 8
-        tables = 1 if model["tie_embeddings"] else 2  # the token embedding's rows are gathered
+        self.head_bytes = head_bytes(manifest)
+        # The token embedding's rows are gathered.
+        table_bytes = embedding_bytes(manifest) if has_own_head(manifest) else 0
         names = {name for rank in manifest.ranks for name in (rank.weights, rank.shared_weights)}
         weights_bytes = sum(manifest.files[name].size_bytes for name in names if name is not None)
-        self.body_bytes = weights_bytes - tables * self.head_bytes
+        self.body_bytes = weights_bytes - table_bytes - self.head_bytes
         windows = model["windows"]
         assert isinstance(windows, list)
         self.windows = [window or manifest.limits.max_sequence_length for window in windows]

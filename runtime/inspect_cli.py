@@ -14,6 +14,7 @@ from llmbuild.runtime.engine import check_files, check_plans, check_servable, ch
 from llmbuild.runtime.manifest import KVLayer, Manifest, Rank, Span, read_manifest
 from llmbuild.runtime.plan_header import read_plan_header
 from llmbuild.runtime.target import CpuTarget, PlanTensor, RtxTarget
+from llmbuild.runtime.vocab_matrices import embedding_bytes, has_own_head
 
 Row = tuple[str, str]
 
@@ -33,7 +34,7 @@ class Derived:
     kv_bytes_per_token: int
     kv_bytes_per_block: int
     context_tokens: int
-    decode_bytes_per_token: int  # weights and one sequence's KV: what a decoded token reads at most
+    decode_bytes_per_token: int  # what a decoded token reads at most, its own embedding aside
 
 
 @click.command()
@@ -87,6 +88,8 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
         variant, refusal = None, str(error)
     weights_bytes = _weights_bytes(manifest, manifest.ranks)
     kv_bytes_per_token = manifest.kv_block_bytes // manifest.kv.block_size
+    is_gathered = isinstance(manifest.target, CpuTarget) and has_own_head(manifest)
+    read_bytes = weights_bytes - (embedding_bytes(manifest) if is_gathered else 0)
     return Derived(
         runs_here=refusal is None,
         variant=variant,
@@ -97,7 +100,7 @@ def derive(manifest: Manifest, context_tokens: int | None) -> Derived:
         kv_bytes_per_token=kv_bytes_per_token,
         kv_bytes_per_block=manifest.kv_block_bytes,
         context_tokens=context,
-        decode_bytes_per_token=weights_bytes + context * kv_bytes_per_token,
+        decode_bytes_per_token=read_bytes + context * kv_bytes_per_token,
     )
 
 

@@ -1,5 +1,6 @@
 """A random model is one that the builder and transformers read."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import random_model
 from bench.cases import Shape
+from bench.step_work import StepWork
 from llmbuild.builder.compile import compile
 from llmbuild.errors import UserError
+from llmbuild.runtime.inspect_cli import derive
+from llmbuild.runtime.manifest import read_manifest
 
 SHAPE = Shape("tiny", 64, 96, 4, 2, 16, vocab=300, layers=2)
 
@@ -28,15 +32,23 @@ def test_a_random_model_loads_in_transformers_without_a_tensor_missing_or_left(
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([40, 41])
 
 
-def test_the_benchmarks_recipe_compiles_it(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_benchmarks_recipe_compiles_it_and_its_embedding_is_gathered(
+    checkout: Path, tmp_path: Path
 ) -> None:
     random_model.write(SHAPE, tmp_path / "model")
     recipe = tmp_path / "recipe.yaml"
     text = (checkout / "bench" / "recipes" / "llama-1.1b.yaml").read_text()
     recipe.write_text(text.replace("path:../../build/llama-1.1b", "path:model"))
     changes = ["quantisation.group_size=32", "limits.max_sequence_length=64"]
-    assert (compile(recipe, tmp_path / "engine", changes) / "manifest.json").exists()
+    out = compile(recipe, tmp_path / "engine", changes)
+    manifest, report = read_manifest(out), json.loads((out / "report.json").read_text())
+    read_bytes = report["decode"][-1]["weight_bytes"]  # by the compiled calls
+    header_bytes = 4096  # of the weights' file, at most
+    derived = derive(manifest, 64)
+    inspected_bytes = derived.decode_bytes_per_token - 64 * derived.kv_bytes_per_token
+    assert read_bytes <= inspected_bytes < read_bytes + header_bytes
+    work = StepWork(manifest)
+    assert work.body_bytes + work.head_bytes == inspected_bytes
 
 
 def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
