@@ -118,7 +118,8 @@ class QuantisedMatrix:
             grouped -= self.zeros.astype(np.float32)[..., None]
         elif self.minima is None:
             grouped -= self.grid.zero
-        grouped *= self.scales.astype(np.float32)[..., None]
+        with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused later
+            grouped *= self.scales.astype(np.float32)[..., None]
         if self.minima is not None:
             grouped += self.minima.astype(np.float32)[..., None]
         return grouped.reshape(self.codes.shape)

@@ -131,16 +131,26 @@ def _grid(rule: Rule, candidate: Candidate) -> WeightGrid | None:
 
 def _check_matches(rules: Sequence[Rule], candidates: Sequence[Candidate]) -> None:
     for rule in rules:
-        if not any(fnmatchcase(each.name, rule.match) for each in candidates):
-            shown = [each.name for each in candidates if not re.match(r"layers\.[1-9]", each.name)]
+        if rule.match == "*":  # for all that others leave
+            continue
+        changed = [each for each in candidates if _may_change(rule, each)]
+        if not any(fnmatchcase(each.name, rule.match) for each in changed):
+            shown = [each.name for each in changed if not re.match(r"layers\.[1-9]", each.name)]
             raise RecipeError(
                 f"quantisation.overrides: {rule.match!r} matches no matrix that can be quantised; "
                 f"those are {', '.join(shown)}, and the same of the other layers"
             )
 
 
+def _may_change(rule: Rule, candidate: Candidate) -> bool:
+    """Whether the rule says anything of the matrix: a table is never rounded."""
+    rounds = rule.scheme is not None and rule.scheme.weight_bits is not None
+    return not (rounds and candidate.is_table)
+
+
 def _misfit(grid: WeightGrid, candidate: Candidate) -> str:
     columns = candidate.shape[1]
     sizes = [n for n in range(GROUP_UNIT, columns + 1, GROUP_UNIT) if columns % n == 0]
-    legal = f"allow group sizes {', '.join(map(str, sizes))}" if sizes else "can't be quantised"
+    none = f"{GROUP_UNIT} doesn't divide; give it the scheme none"
+    legal = f"allow group sizes {', '.join(map(str, sizes))}" if sizes else none
     return f"{candidate.name}: {grid.describe()} on rows of {columns} columns, which {legal}"

@@ -18,6 +18,7 @@ from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
 from llmbuild.builder.calibration.folding import input_scale_of
 from llmbuild.builder.calibration.store import ACTIVATION_SCALES, Matrix, TensorStore
 from llmbuild.builder.calibration.threads import one_thread
+from llmbuild.builder.graph.materialise import check_values
 from llmbuild.builder.graph.passes.rewrite import users
 from llmbuild.builder.graph.reference import Values, running
 from llmbuild.builder.graph.step_graph import StepGraph
@@ -121,7 +122,9 @@ class _Walk:
         values[node.outputs[0]] = torch.nn.functional.linear(x, rows, offset)
 
     def _values(self, name: str) -> torch.Tensor:
-        return torch.from_numpy(self.read_floats(name).astype(np.float32, copy=False))
+        values = self.read_floats(name)
+        check_values(name, values)
+        return torch.from_numpy(values.astype(np.float32, copy=False))
 
     def _rounding(self, name: str) -> _Rounding:
         group = self._plan.activation_groups.get(name)
@@ -164,7 +167,9 @@ class _Walk:
     def _find_scales(self, source: ir.Value, inputs: "_Inputs") -> None:
         """Static scales of an input, the same for all that read it and round it alike."""
         names = [name for name in _readers(source) if name in self._plan.static]
-        importance = torch.stack([self._values(name).square().sum(0) for name in names]).sum(0)
+        squares = [self._values(name).double().square().sum(0) for name in names]
+        importance = torch.stack(squares).sum(0)
+        importance = (importance / importance.max().clamp(min=1e-300)).float()
         self._scaled.update(names)
         for rounding in dict.fromkeys(map(self._rounding, names)):
             with one_thread():

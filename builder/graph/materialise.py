@@ -102,7 +102,7 @@ def _pieces(source: str, read: ReadTensor, row: int, step: int) -> Iterator[Tens
         if isinstance(piece, QuantisedMatrix):
             _check_scales(source, piece)
         else:
-            _check_values(source if piece.shape == shape else f"a part of {source}", piece)
+            check_values(source if piece.shape == shape else f"a part of {source}", piece)
         yield piece
         begin = end
 
@@ -131,7 +131,8 @@ def _check_scales(name: str, matrix: QuantisedMatrix) -> None:
         )
 
 
-def _check_values(name: str, tensor: NDArray[np.generic]) -> None:
+def check_values(name: str, tensor: NDArray[np.generic]) -> None:
+    """Raises CheckpointError where some are no finite numbers."""
     rows = max(1, _CHECKED_ITEMS * len(tensor) // tensor.size)  # at a time, to hold little beside
     parts = (tensor[begin : begin + rows] for begin in range(0, len(tensor), rows))
     wrong = sum(part.size - np.count_nonzero(np.isfinite(part)) for part in parts)

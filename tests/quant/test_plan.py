@@ -72,6 +72,16 @@ def test_a_table_is_quantised_only_where_its_codes_are_stored() -> None:
     assert make_plan(everywhere("stored-a16"), tables).weights == {"a": Q4_1}
 
 
+def test_a_rule_that_would_round_a_table_alone_is_refused() -> None:
+    candidates = [Candidate("table", (5, 96), Q4_1, is_table=True), Candidate("b", (5, 96), Q4_1)]
+    kept, rounded = Rule("table", SCHEMES["stored-a16"]), Rule("table", SCHEMES["w8a16"])
+    assert make_plan([kept], candidates).weights == {"table": Q4_1}
+    left = make_plan([Rule("table", None), *everywhere("stored-a16")], candidates)
+    assert left.weights == {"b": Q4_1}
+    with pytest.raises(RecipeError, match=r"'table' matches no matrix .* those are b, and"):
+        make_plan([rounded], candidates)
+
+
 @pytest.mark.parametrize(
     ("group_size", "columns", "expected"),
     [
@@ -114,7 +124,8 @@ def test_every_misfit_is_named_with_the_group_sizes_that_it_allows() -> None:
     assert [line.strip() for line in lines] == [
         "narrow: int4, groups of 64, symmetric on rows of 96 columns, which allow group sizes "
         "32, 96",
-        "odd: int4, groups of 64, symmetric on rows of 80 columns, which can't be quantised",
+        "odd: int4, groups of 64, symmetric on rows of 80 columns, which 32 doesn't divide; give it "
+        "the scheme none",
     ]
 
 

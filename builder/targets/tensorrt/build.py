@@ -15,6 +15,7 @@ from llmbuild.builder.targets.tensorrt.built_plan import (
 from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
 from llmbuild.builder.targets.tensorrt.lower import lower
 from llmbuild.builder.targets.tensorrt.profiles import profiles
+from llmbuild.builder.targets.tensorrt.serialise import serialise
 from llmbuild.errors import BuildError
 from llmbuild.runtime.plan_header import CAPABILITY_BITS
 from llmbuild.runtime.tensorrt_log import CollectedLog
@@ -49,10 +50,8 @@ def build_plan(
     for index, capability in enumerate(capabilities):
         settings.set_compute_capability(_named(trt, capability), index)
     add_profiles(builder, settings, profiles(shapes_of(lowering.inputs), limits))
-    plan = builder.build_serialized_network(network, settings)
-    if plan is None:
-        raise BuildError(f"TensorRT can't build the plan: {log.text()}")
-    return BuiltPlan(bytes(plan), tensors_of(trt, network))
+    plan = serialise(trt, builder, network, settings, log)
+    return BuiltPlan(plan, tensors_of(trt, network))
 
 
 def installed_tensorrt_rtx() -> Any:

@@ -17,6 +17,7 @@ from llmbuild.builder.targets.tensorrt.limits import ActivationDtype
 from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
 from llmbuild.builder.targets.tensorrt.paged_profiles import paged_profiles
 from llmbuild.builder.targets.tensorrt.plugins import PluginRegistry
+from llmbuild.builder.targets.tensorrt.serialise import serialise
 from llmbuild.errors import BuildError
 from llmbuild.runtime.tensorrt_log import CollectedLog
 
@@ -62,13 +63,11 @@ def build_paged_plan(
     add_profiles(builder, settings, paged_profiles(shapes_of(lowering.inputs), limits))
     if timing_cache is not None:
         _load(settings, timing_cache)
-    plan = builder.build_serialized_network(network, settings)
-    if plan is None:
-        raise BuildError(f"TensorRT can't build the plan: {log.text()}")
+    plan = serialise(trt, builder, network, settings, log)
     if timing_cache is not None:
         timing_cache.parent.mkdir(parents=True, exist_ok=True)
         timing_cache.write_bytes(bytes(settings.get_timing_cache().serialize()))
-    return BuiltPlan(bytes(plan), tensors_of(trt, network))
+    return BuiltPlan(plan, tensors_of(trt, network))
 
 
 def installed_tensorrt() -> tuple[Any, Any]:

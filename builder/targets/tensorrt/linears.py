@@ -31,6 +31,7 @@ def quantised_linear(lowering: Lowering, node: ir.Node) -> None:
     x = lowering.tensor(node.inputs[0])
     group = node.attributes["activation_group"].as_int()
     matrix = materialise_matrix(weight, lowering.read)
+    _check_reach(lowering, weight.sources[0], matrix)
     if group:
         dtype = lowering.trt.fp8 if matrix.grid.is_fp8 else lowering.trt.int8
         x = _rounded(lowering, node, x, weight.shape[1] // group, dtype)
@@ -60,6 +61,13 @@ def _check_grid(lowering: Lowering, node: ir.Node, weight: Weight) -> None:
         )
     if grid.bits == 4 and lowering.act != lowering.trt.float16:  # scales would be rounded to bf16
         raise lowering.refusal(node, "int4 weights and bf16 activations", "choose fp16 activations")
+
+
+def _check_reach(lowering: Lowering, name: str, matrix: QuantisedMatrix) -> None:
+    """What codes stand for has to be within the activations' dtype."""
+    codes = matrix.typed_codes.astype(np.float32) - np.float32(matrix.grid.zero)
+    grouped = np.abs(codes).reshape(*matrix.scales.shape, -1).max(2)
+    lowering.to_activations(grouped * matrix.scales.astype(np.float32), name)
 
 
 def _rounded(lowering: Lowering, node: ir.Node, x: Tensor, groups: int, dtype: Any) -> Tensor:

@@ -67,6 +67,9 @@ class StandInTensorRT(EmulatedTensorRT):
     __version__ = "11.4.0.106"
     QuickPluginCreationRequest = SimpleNamespace(STRICT_AOT="STRICT_AOT")
 
+    class IProgressMonitor:
+        pass
+
     class ILogger:
         Severity = SimpleNamespace(ERROR=1, INTERNAL_ERROR=0)
 
