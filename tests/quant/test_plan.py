@@ -124,8 +124,8 @@ def test_every_misfit_is_named_with_the_group_sizes_that_it_allows() -> None:
     assert [line.strip() for line in lines] == [
         "narrow: int4, groups of 64, symmetric on rows of 96 columns, which allow group sizes "
         "32, 96",
-        "odd: int4, groups of 64, symmetric on rows of 80 columns, which 32 doesn't divide; give it "
-        "the scheme none",
+        "odd: int4, groups of 64, symmetric on rows of 80 columns, which 32 doesn't divide; give "
+        "it the scheme none",
     ]
 
 
