@@ -237,7 +237,7 @@ def test_every_scheme_is_verified_at_every_level_of_this_processor(
         (
             "w8a8",
             {"intermediate_size": 80},
-            ["layers.0.mlp.down_proj.weight: int8", "rows of 80 columns, which can't"],
+            ["layers.0.mlp.down_proj.weight: int8", "rows of 80 columns, which 32 doesn't divide"],
         ),
     ],
     ids=["group size", "width"],

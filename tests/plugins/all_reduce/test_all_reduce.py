@@ -261,13 +261,16 @@ def test_failure_that_others_state_ends_a_wait_at_once(library: Library, threads
 
 
 def test_sockets_tell_at_once_that_a_rank_has_ended(library: Library) -> None:
-    """Rank 1 waits for 0, which lives on, and 0 for 2, which is gone: both know which it was."""
+    """Rank 1 waits for 0, which lives on, and 0 for 2, which is gone: both know which it was. (Rank
+    1 has seen it go by the time that 0 tells it; of two that it sees go at once, it names either.)
+    """
     ranks = Ranks(library, "sockets", tp=3)
 
     def body(config: NDArray, rank: int) -> int:
         if rank == 2:
             return 7
-        with takes(0, 3):
+        time.sleep(2 if rank == 0 else 0)
+        with takes(0, 5):
             failed = library.call("receive_byte", config, 2 if rank == 0 else 0)
         time.sleep(4 if rank == 0 else 0)
         return failed
