@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -12,9 +13,12 @@ from bench import random_model
 from bench.cases import Shape
 from bench.step_work import StepWork
 from llmbuild.builder.compile import compile
+from llmbuild.builder.targets.cpu.pack_quantised import quantised_bytes
 from llmbuild.errors import UserError
+from llmbuild.quant.grid import WeightGrid
 from llmbuild.runtime.inspect_cli import derive
 from llmbuild.runtime.manifest import read_manifest
+from llmbuild.runtime.vocab_matrices import head_bytes
 
 SHAPE = Shape("tiny", 64, 96, 4, 2, 16, vocab=300, layers=2)
 
@@ -49,6 +53,12 @@ def test_the_benchmarks_recipe_compiles_it_and_its_embedding_is_gathered(
     assert read_bytes <= inspected_bytes < read_bytes + header_bytes
     work = StepWork(manifest)
     assert work.body_bytes + work.head_bytes == inspected_bytes
+    for symmetric in (True, False):
+        grid = WeightGrid(4, 32, symmetric)
+        head = msgspec.structs.replace(manifest.quantised["lm_head.weight"], symmetric=symmetric)
+        quantised = manifest.quantised | {"lm_head.weight": head}
+        packed_bytes = quantised_bytes(grid, SHAPE.vocab, SHAPE.hidden)
+        assert head_bytes(msgspec.structs.replace(manifest, quantised=quantised)) == packed_bytes
 
 
 def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
