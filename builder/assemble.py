@@ -11,7 +11,7 @@ from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
-from llmbuild.builder.models.weights import ModelWeights
+from llmbuild.builder.models.rotated import ModelTensors
 from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.builder.shard.graphs import RankGraph, rank_graphs
 from llmbuild.builder.shard.localise import Scales
@@ -35,11 +35,18 @@ from llmbuild.version import __version__
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is open: where it lies, what it is, and its weights."""
+    """A model that is open: where it lies, what it is, and its weights. unrotated: as the
+    checkpoint has it, where this is the same model in rotated coordinates."""
 
     path: Path
     config: DecoderConfig
-    weights: ModelWeights
+    weights: ModelTensors
+    unrotated: "Model | None" = None
+
+    @property
+    def as_stored(self) -> "Model":
+        """As the checkpoint has it."""
+        return self.unrotated or self
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ def _hold_to_gate(
     stages.progress.note("gate: compiling the unquantised engine to compare with")
     writer.reference.mkdir()
     levels = toolchain.resolve_levels((NATIVE,))
+    model = model.as_stored
     unquantised = reference.resolve(model.config.max_position)
     aside = Stages(stages.progress)  # whose times aren't the engine's
     built = build_engine(model, unquantised, base_dir, writer.reference, levels, aside)

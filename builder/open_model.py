@@ -5,6 +5,7 @@ from pathlib import Path
 from llmbuild.builder.assemble import Model
 from llmbuild.builder.checkpoint import open_checkpoint
 from llmbuild.builder.models.families import family_of
+from llmbuild.builder.models.rotated import RotatedTensors, rotated_config
 from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.builder.recipe.calibration import SELF
 from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe, effective_yaml
@@ -26,7 +27,8 @@ def check_calibration_data(recipe: Recipe, base_dir: Path) -> None:
 
 
 def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
-    """Fetch and open the recipe's model."""
+    """Fetch and open the recipe's model, and rotate it where the recipe asks for that. Raises
+    RecipeError for one that can't be rotated."""
     with stages.stage("fetch", shows_bars=True):
         path = fetch(
             parse_source(recipe.model.source),
@@ -42,7 +44,10 @@ def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
         weights = ModelWeights(checkpoint, family, config)
     for note in checkpoint.notes:
         stages.progress.note(note)
-    return Model(path, config, weights)
+    model = Model(path, config, weights)
+    if not recipe.quantisation.rotation:
+        return model
+    return Model(path, rotated_config(config), RotatedTensors(weights, config), model)
 
 
 def state_recipe(resolved: ResolvedRecipe, root: Path, progress: Progress) -> None:

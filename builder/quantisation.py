@@ -11,7 +11,6 @@ from llmbuild.builder.graph.passes.rewrite import nodes_of, users
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD
 from llmbuild.builder.models.config import DecoderConfig
-from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.builder.recipe.quantisation import ROW, UNQUANTISED, Precisions, Quantisation
 from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.errors import RecipeError
@@ -23,6 +22,7 @@ from llmbuild.quant.plan import (
     Rule,
     make_plan,
 )
+from llmbuild.quant.reader import Tensors
 from llmbuild.quant.schemes import SCHEMES
 from llmbuild.runtime.manifest import KVLayer, KVLayout
 from llmbuild.runtime.target import CPU, TENSORRT_RTX
@@ -31,7 +31,7 @@ Choice = TypeVar("Choice")
 
 
 def plan_quantisation(
-    quantisation: Quantisation, step: StepGraph, weights: ModelWeights, target: str = CPU
+    quantisation: Quantisation, step: StepGraph, weights: Tensors, target: str = CPU
 ) -> QuantPlan:
     """The plan for a step graph that no pass has changed yet; the recipe is a resolved one.
     target: the kernels of tensorrt-rtx have one scale for all of a linear's activations.

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,8 @@ _DRAFT_SEQUENCES = 32  # of a step of the engine that samples
 
 
 class Calibration:
-    """The calibration of one model; nothing is done before it is asked for.
+    """The calibration of one model; nothing is done before it is asked for. Samples are those of
+    the model as the checkpoint has it, whether it was rotated or not.
 
     root: a folder that holds the model's tokenizer, as an engine does; beside it an engine that
     draws samples comes and goes.
@@ -63,7 +65,6 @@ class Calibration:
     ) -> None:
         self._model, self._resolved, self._stages = model, resolved, stages
         self._base_dir, self._root = base_dir, root
-        self._digest = ""
 
     def tokens(self, sequences: int | None = None) -> NDArray[np.int32]:
         """[sequences, length]; by default as many as the recipe has calibration look at."""
@@ -75,7 +76,9 @@ class Calibration:
             template = load_chat_template(self._root, tokenizer)
             asked = "calibration.sequences" if sequences is None else "distillation.sequences"
             return tokens_of_file(path, tokenizer, template, chosen, asked)
-        key = self._key("tokens", f"{chosen.sequences} {chosen.length} {chosen.seed}")
+        key = _digest(
+            [self._stored_digest, "tokens", f"{chosen.sequences} {chosen.length} {chosen.seed}"]
+        )
         path = _kept(f"{key}.npy")
         tokens = _loaded(path)
         if tokens is None:
@@ -96,7 +99,7 @@ class Calibration:
         trained_on = None if chosen is None else self.tokens(chosen.sequences)
         text = repr(sorted(plan.weights.items())) + repr(sorted(plan.activation_groups.items()))
         text += repr(sorted(plan.methods.items())) + repr(sorted(plan.static))
-        key = self._key("tensors", text, tokens.tobytes())
+        key = _digest([self._model_digest, "tensors", text, tokens.tobytes()])
         root = _kept(key)
         if not root.exists():
             with _making(root) as scratch:
@@ -106,7 +109,7 @@ class Calibration:
         # Both decide in which order sums are taken.
         order = f"{self._resolved.calibration.seed} {torch.get_num_threads()}"
         parts = (key, repr(chosen), order, trained_on.tobytes())
-        trained_root = _kept(self._key("distilled", *parts))
+        trained_root = _kept(_digest([self._model_digest, "distilled", *parts]))
         if not trained_root.exists():
             with _making(trained_root) as scratch:
                 shutil.copytree(root, scratch, dirs_exist_ok=True)
@@ -199,18 +202,18 @@ class Calibration:
         return step
 
     def _sample(self, chosen: ResolvedCalibration) -> NDArray[np.int32]:
-        draft = self._draft_recipe(chosen)
+        draft, model = self._draft_recipe(chosen), self._model.as_stored
         with tempfile.TemporaryDirectory(dir=self._root.parent) as scratch:
             root = Path(scratch)
-            step = trace(self._model.config, draft.precision)
-            plan = plan_quantisation(draft.quantisation, step, self._model.weights)
+            step = trace(model.config, draft.precision)
+            plan = plan_quantisation(draft.quantisation, step, model.weights)
             assembled = assemble(
-                self._model,
+                model,
                 draft,
                 step,
                 plan,
-                kv_layout(draft, self._model.config),
-                planned_reader(self._model.weights, plan),
+                kv_layout(draft, model.config),
+                planned_reader(model.weights, plan),
                 kv_scales={},
                 levels=toolchain.resolve_levels((NATIVE,)),
                 root=root,
@@ -222,7 +225,7 @@ class Calibration:
 
     def _draft_recipe(self, chosen: ResolvedCalibration) -> ResolvedRecipe:
         """Of the engine that samples: the checkpoint's own codes where it has such."""
-        weights = self._model.weights
+        weights = self._model.as_stored.weights
         together = min(_DRAFT_SEQUENCES, chosen.sequences)
         has_codes = any(weights.stored_grid(name) for name in weights.names)
         block_size = min(DEFAULT_BLOCK_SIZE, chosen.length)
@@ -242,18 +245,25 @@ class Calibration:
             }
         )
 
-    def _key(self, *parts: str | bytes) -> str:
-        """Of a result in the cache: what it comes from, the code that makes it included."""
-        if not self._digest:
-            self._digest = _digest([_code_digest(), *self._weight_parts()])
-        return _digest([self._digest, *parts])
+    @cached_property
+    def _stored_digest(self) -> str:
+        """Of what all results in the cache come from: the model, and the code that makes them."""
+        return self._digest_of(self._model.as_stored)
 
-    def _weight_parts(self) -> Iterable[str | bytes]:
-        yield repr(self._model.config)
-        with self._stages.stage("identify the model"):
-            for name in self._model.weights.names:
+    @cached_property
+    def _model_digest(self) -> str:
+        return self._digest_of(self._model) if self._model.unrotated else self._stored_digest
+
+    def _digest_of(self, model: Model) -> str:
+        def parts() -> Iterator[str | bytes]:
+            yield _code_digest()
+            yield repr(model.config)
+            for name in model.weights.names:
                 yield name
-                yield self._model.weights.read(name).tobytes()
+                yield model.weights.read(name).tobytes()
+
+        with self._stages.stage("identify the model"):
+            return _digest(parts())
 
 
 def _loaded(path: Path) -> NDArray[np.int32] | None:

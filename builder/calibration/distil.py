@@ -8,9 +8,10 @@ KL(model || rounded model) over the calibration tokens, reaches every code and s
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from llmbuild.builder.recipe.distillation import ResolvedDistillation
 from llmbuild.quant.grid import QuantisedMatrix
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.trained import Rates, TrainedMatrix
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _RATES = Rates(positions=0.02, scales=0.002)
 _WARM_UP = 0.1  # of the steps, in which rates rise
@@ -57,10 +61,12 @@ def distil(
     activations = _activations(plan, store)
     student = Side(step, config, functools.cache(read_rounded), others, activations)
     for index, rows in enumerate(_drawn(len(tokens), chosen, seed)):
-        values = {name: each.values() for name, each in trained.items()}
+        values = dict(
+            zip(trained, _in_threads(TrainedMatrix.values, trained.values()), strict=True)
+        )
         loss, gradients = kl_gradients(teacher, student, values, tokens[rows])
-        for name, gradient in gradients.items():
-            trained[name].step(gradient, _rate(index, chosen.steps))
+        move = functools.partial(_move, trained, _rate(index, chosen.steps))
+        _in_threads(move, gradients.items())
         yield loss
     for name, each in trained.items():
         store.put(name, each.rounded())
@@ -83,14 +89,27 @@ def kl_gradients(
     """The mean KL over the tokens, and its gradients by the values of the student's matrices."""
     threads = min(torch.get_num_threads(), len(tokens))
     share = functools.partial(_share, teacher, student, values, 1 / tokens.size)
-    # Whole sequences for each thread: waiting for each other in every operation costs more.
-    with one_thread(), ThreadPoolExecutor(threads) as pool:
-        shares = list(pool.map(share, np.array_split(tokens, threads)))
+    shares = _in_threads(share, np.array_split(tokens, threads))
     total = shares[0][1]
     for _, gradients in shares[1:]:
         for name, gradient in gradients.items():
             total[name] += gradient
     return sum(loss for loss, _ in shares), total
+
+
+def _move(
+    trained: Mapping[str, TrainedMatrix], rate: float, gradient: tuple[str, torch.Tensor]
+) -> None:
+    name, values = gradient
+    trained[name].step(values, rate)
+
+
+def _in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    """Of each item, in as many threads as torch has: each has whole sequences, or matrices, as
+    waiting for each other in every operation costs more."""
+    threads = torch.get_num_threads()
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))
 
 
 def _share(

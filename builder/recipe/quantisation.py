@@ -96,6 +96,20 @@ class Quantisation(Precisions):
         "and where the scheme has a grid group_size, symmetric, method",
     )
 
+    rotation: bool = Field(default=False, description="true or false")
+
+    @field_validator("rotation")
+    @classmethod
+    def _no_stored_codes_are_rotated(cls, rotation: bool, info: ValidationInfo) -> bool:
+        schemes = [info.data.get("scheme"), *(o.scheme for o in info.data.get("overrides", ()))]
+        stored = [each for each in schemes if each in SCHEMES and not SCHEMES[each].weight_bits]
+        if rotation and stored:
+            raise problem(
+                f"{stored[0]} keeps the checkpoint's own codes, which can't be rotated: choose "
+                "another scheme, or leave rotation out"
+            )
+        return rotation
+
     @property
     def rounds_activations(self) -> bool:
         return super().rounds_activations or any(o.rounds_activations for o in self.overrides)

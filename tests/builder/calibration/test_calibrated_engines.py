@@ -77,6 +77,17 @@ def test_a_calibrated_engine_is_verified_and_comes_out_the_same_again(
         assert weights_sha256(first) == weights_sha256(second)
 
 
+def test_a_rotated_model_is_calibrated_apart_with_the_samples_of_the_model(
+    save_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = save_recipe(quantisation={"scheme": "w4a16", "group_size": 32, "rotation": True})
+    for rotation in ("true", "false"):
+        compile(recipe, tmp_path / rotation, [f"quantisation.rotation={rotation}"])
+    kept = [*(tmp_path / "cache" / "calibration").iterdir()]
+    assert sorted(path.suffix for path in kept) == ["", "", ".npy"]
+    assert weights_sha256(tmp_path / "true") != weights_sha256(tmp_path / "false")
+
+
 @pytest.mark.slow
 def test_another_seed_calibrates_with_other_samples(
     save_recipe: Callable[..., Path], tmp_path: Path

@@ -152,6 +152,17 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         for scheme in ("none", "stored-a8", "stored-a16")
         for key, value, shown in (("symmetric", False, "false"), ("group_size", 32, "32"))
     },
+    **{
+        f"rotated codes, {where}": (
+            {"quantisation": quantisation | {"rotation": True}},
+            "quantisation.rotation",
+            ["given true", "stored-a8 keeps the checkpoint's own codes"],
+        )
+        for where, quantisation in (
+            ("of all", {"scheme": "stored-a8"}),
+            ("of some", {"scheme": "w4a8", "overrides": [{"match": "*", "scheme": "stored-a8"}]}),
+        )
+    },
     "calibration longer than a sequence": (
         {"calibration": {"length": 129}, "limits": {"max_sequence_length": 128}},
         "calibration.length",
@@ -503,7 +514,7 @@ def test_minimal_recipe_gets_the_defaults(tmp_path: Path) -> None:
         "target": {"kind": "cpu", "isa": ["native"]},
         "parallel": {"tp": 1, "pp": 1},
         "limits": {"max_sequence_length": 2048, "max_step_tokens": 512, "max_sequences": 32},
-        "quantisation": {"scheme": "none", "overrides": []},
+        "quantisation": {"scheme": "none", "overrides": [], "rotation": False},
         "kv_cache": {"dtype": "fp32", "block_size": 16, "overrides": []},
         "buckets": [1, 2, 4, 8],
         "calibration": {"data": "self", "sequences": 32, "length": 512, "seed": 0},

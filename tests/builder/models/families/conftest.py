@@ -13,6 +13,7 @@ from llmbuild.builder.checkpoint import Checkpoint, open_checkpoint
 from llmbuild.builder.models.decoder import Decoder
 from llmbuild.builder.models.families import family_of
 from llmbuild.builder.models.rope import inverse_frequencies
+from llmbuild.builder.models.rotated import ModelTensors, RotatedTensors, rotated_config
 from llmbuild.builder.models.weights import ModelWeights
 from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools
 from llmbuild.runtime.batch import StepBatch
@@ -58,10 +59,12 @@ def _assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert (difference <= TOLERANCE * np.abs(theirs).max(axis=1)).all(), difference
 
 
-def load_decoder(checkpoint: Checkpoint) -> Decoder:
+def load_decoder(checkpoint: Checkpoint, is_rotated: bool = False) -> Decoder:
     family = family_of(checkpoint.config)
     config = family.translate(checkpoint.config)
-    weights = ModelWeights(checkpoint, family, config)
+    weights: ModelTensors = ModelWeights(checkpoint, family, config)
+    if is_rotated:
+        weights, config = RotatedTensors(weights, config), rotated_config(config)
     state = {name: torch.from_numpy(weights.read(name)).float() for name in weights.names}
     for index, rope in enumerate(config.ropes):
         if rope.kind != "dynamic":
@@ -73,12 +76,13 @@ def load_decoder(checkpoint: Checkpoint) -> Decoder:
 
 @pytest.fixture
 def assert_decoder_matches() -> Callable[..., None]:
-    """assert_decoder_matches(saved, path=None): the torch decoder's logits equal transformers',
-    in a prefill of two chunks, decode, and a chunk after decode; max_position_embeddings of the
-    model must be at least 41. path: the checkpoint to load instead, a GGUF of the same model."""
+    """assert_decoder_matches(saved, path=None, is_rotated=False): the torch decoder's logits equal
+    transformers', in a prefill of two chunks, decode, and a chunk after decode;
+    max_position_embeddings of the model must be at least 41. path: the checkpoint to load instead,
+    a GGUF of the same model. is_rotated: the model in rotated coordinates."""
 
-    def check(saved: Any, path: Path | None = None) -> None:
-        decoder = load_decoder(open_checkpoint(path or saved.path))
+    def check(saved: Any, path: Path | None = None, is_rotated: bool = False) -> None:
+        decoder = load_decoder(open_checkpoint(path or saved.path), is_rotated)
         config, tokens = decoder.config, _tokens(decoder.config.vocab_size)
         assert config.max_position >= NUM_TOKENS
         shape = (12, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -103,10 +107,11 @@ def assert_decoder_matches() -> Callable[..., None]:
 
 @pytest.fixture
 def assert_engine_matches(compile_engine: Callable[..., Path]) -> Callable[..., None]:
-    """assert_engine_matches(saved): the same of the compiled engine; takes some ten seconds."""
+    """assert_engine_matches(saved, *overrides): the same of the compiled engine, its recipe's keys
+    overridden; takes some ten seconds."""
 
-    def check(saved: Any) -> None:
-        engine = open_engine(compile_engine(saved))
+    def check(saved: Any, *overrides: str) -> None:
+        engine = open_engine(compile_engine(saved, *overrides))
         tokens = _tokens(engine.manifest.vocab_size)
         with closing(CpuExecutor(engine, num_blocks=12, num_threads=2)) as executor:
             ours = [executor.step(_batch(tokens, *span)) for span in STEPS]
