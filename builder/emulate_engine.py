@@ -52,8 +52,7 @@ def emulate_engine(
         )
     with stages.stage("emulate"):
         if isinstance(manifest.target, TensorrtTarget):
-            (graph,) = graphs
-            return emulate_blocks(graph, resolved, manifest.target.capability, steps)
+            return emulate_blocks(graphs, resolved, manifest.target.capability, steps)
         return emulate_rtx(graphs, resolved, steps)
 
 

@@ -1,6 +1,8 @@
 """Plans of TensorRT: with our kernels as plugins and paged KV pools, built on the GPU that they are
 for. Untried: no machine here has TensorRT or a GPU."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +16,14 @@ from llmbuild.builder.targets.gpu.capabilities import capability
 from llmbuild.builder.targets.gpu.triton_compiler import require_triton
 from llmbuild.builder.targets.tensorrt.build_paged import build_paged_plan, installed_tensorrt
 from llmbuild.builder.targets.tensorrt.built_plan import BuiltPlan
-from llmbuild.builder.targets.tensorrt.emulation.emulate import emulate_paged, lower_to_emulation
+from llmbuild.builder.targets.tensorrt.emulation.emulate import (
+    Emulated,
+    emulate_paged,
+    lower_to_emulation,
+)
+from llmbuild.builder.targets.tensorrt.emulation.network import Total
 from llmbuild.builder.targets.tensorrt.emulation.pools import EmulatedPools
+from llmbuild.builder.targets.tensorrt.emulation.ranks import EmulatedRanks
 from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
 from llmbuild.builder.verify import make_batches
 from llmbuild.cache import cache_root
@@ -89,22 +97,32 @@ def paged_limits(resolved: ResolvedRecipe, graph: RankGraph, capability: str) ->
 
 
 def emulate_blocks(
-    graph: RankGraph, resolved: ResolvedRecipe, capability: str, steps: VerificationSteps
+    graphs: Sequence[RankGraph],
+    resolved: ResolvedRecipe,
+    capability: str,
+    steps: VerificationSteps,
 ) -> list[NDArray[np.float32]]:
-    """The logits of each step, of the network that the plan is built of; its plugins run in
-    Triton's interpreter. Raises BuildError where Triton doesn't interpret."""
-    limits = paged_limits(resolved, graph, capability)
-    emulated = emulate_paged(graph.step, graph.config, limits, activations_of(resolved), graph.read)
-    pools = EmulatedPools(graph.kv, steps.num_blocks)
+    """The logits of each step, of the networks that the ranks' plans are built of; their plugins
+    run in Triton's interpreter. Raises BuildError where Triton doesn't interpret."""
+
+    def make(graph: RankGraph, total: Total) -> Emulated:
+        limits = paged_limits(resolved, graph, capability)
+        arguments = (limits, activations_of(resolved), graph.read, total)
+        return emulate_paged(graph.step, graph.config, *arguments)
+
+    ranks = EmulatedRanks(graphs, make)
+    pools = [EmulatedPools(graph.kv, steps.num_blocks) for graph in graphs]
     # No more sequences than there are: the interpreter takes its time for padding as well.
     most = max(batch.num_sequences for batch in steps.batches)
+    limits = paged_limits(resolved, graphs[0], capability)
     paged = PagedSteps(limits.tokens, most, limits.blocks, resolved.buckets)
+    vocab_size = sum(len(graph.shard.tokens) for graph in graphs if graph.shard.is_last_stage)
     made = []
     for batch in steps.batches:
-        logits = np.zeros((batch.num_logit_rows, graph.config.vocab_size), np.float32)
+        logits = np.zeros((batch.num_logit_rows, vocab_size), np.float32)
         for execution in paged.executions(batch):
-            outputs = emulated.run({**execution.inputs, **pools.addresses})
-            logits[execution.results] = outputs["logits"][: len(execution.results)]
+            given, _ = ranks.run(execution.inputs, [each.addresses for each in pools])
+            logits[execution.results] = given[: len(execution.results)]
         made.append(logits)
     return made
 

@@ -13,7 +13,10 @@ from llmbuild.builder.recipe.recipe import ResolvedRecipe
 from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.targets.tensorrt.build import build_plan, installed_tensorrt_rtx
 from llmbuild.builder.targets.tensorrt.built_plan import BuiltPlan
+from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated, emulate
+from llmbuild.builder.targets.tensorrt.emulation.network import Total
 from llmbuild.builder.targets.tensorrt.emulation.ranks import EmulatedRanks
+from llmbuild.builder.targets.tensorrt.emulation.slot_caches import SlotCaches
 from llmbuild.builder.targets.tensorrt.limits import Limits
 from llmbuild.builder.verify import make_batches
 from llmbuild.errors import RecipeError
@@ -95,9 +98,26 @@ def emulate_rtx(
     limits, num_slots = plan_limits(resolved), steps.num_blocks - 1
     longest = max(int(batch.kv_lengths.max()) for batch in steps.batches)
     limits = replace(limits, capacity=longest, chunk=min(limits.chunk, longest))
-    ranks = EmulatedRanks(graphs, limits, activations_of(resolved), num_slots)
+    activations = activations_of(resolved)
+
+    def make(graph: RankGraph, total: Total) -> Emulated:
+        return emulate(graph.step, graph.config, limits, activations, graph.read, total)
+
+    ranks = EmulatedRanks(graphs, make)
+    caches = [SlotCaches(graph.config, longest, activations, num_slots) for graph in graphs]
     slots = LinearSlots(num_slots, longest, resolved.buckets, limits.batch)
-    return [ranks.step(batch, slots.executions(batch)) for batch in steps.batches]
+    vocab_size = sum(len(graph.shard.tokens) for graph in graphs if graph.shard.is_last_stage)
+    made = []
+    for batch in steps.batches:
+        logits = np.zeros((batch.num_logit_rows, vocab_size), np.float32)
+        for execution in slots.executions(batch):
+            span = execution.first_slot, execution.first_slot + execution.num_slots
+            given, outputs = ranks.run(execution.inputs, [each.slots(*span) for each in caches])
+            logits[execution.results] = given[: len(execution.results)]
+            for cache, updated in zip(caches, outputs, strict=True):
+                cache.update(*span, updated)
+        made.append(logits)
+    return made
 
 
 def with_slots(batches: Sequence[StepBatch]) -> tuple[list[StepBatch], int]:

@@ -30,7 +30,15 @@ SCHEMA_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
-KV_ITEM_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int8-static": 8, "int4": 4}
+KV_ITEM_BITS = {
+    "fp32": 32,
+    "bf16": 16,
+    "fp16": 16,
+    "int8": 8,
+    "int8-static": 8,
+    "fp8": 8,
+    "int4": 4,
+}
 # Of a token in one head, beside its items: a scale (fp32), or a scale and a minimum (bf16).
 KV_SCALE_BYTES = {"int8": 4, "int4": 4}
 # Those that a plan keeps in pools of their own, beside that of the items.

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parent / "builder/targets/tensorrt"))
 
-from stand_in_tensorrt import StandInTensorRT, interpreting_machine, save_recipe
+from stand_in_tensorrt import StandInNetwork, StandInTensorRT, interpreting_machine, save_recipe
 
 from llmbuild.builder import paged_plans
 from llmbuild.builder.compile import compile, compile_rank
@@ -97,6 +97,48 @@ def test_fp8_is_built_of_layers_and_emulated(stand_ins: StandInTensorRT, recipe:
     assert 0 < report["emulated"] < report["tolerance"] == 0.4
     kinds = [layer.kind for layer in stand_ins.network.layers]
     assert kinds.count("quantize") == kinds.count("matrix_multiply") > 0
+
+
+@pytest.mark.slow
+def test_a_kv_cache_in_fp8_has_no_scales_and_is_held_to_the_reference(
+    stand_ins: StandInTensorRT, recipe: Path
+) -> None:
+    root = compile(recipe, recipe.parent / "fp8-kv", ["kv_cache.dtype=fp8"])
+    report = json.loads((root / "report.json").read_text())
+    assert 0 < report["emulated"] < report["tolerance"] == 0.2
+    (rank,) = read_manifest(root).ranks
+    pools = [each.name for each in rank.plan_tensors if each.name.startswith("pool.")]
+    assert pools == ["pool.0.k_items", "pool.0.v_items"]
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_have_plans_with_collectives_and_are_held_to_the_whole_model(
+    stand_ins: StandInTensorRT,
+    tmp_path: Path,
+    save_tiny_llama: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+) -> None:
+    networks: list[StandInNetwork] = []
+    monkeypatch.setattr(stand_ins, "made", networks.append)
+    recipe = save_recipe(tmp_path, save_tiny_llama, num_hidden_layers=stages)
+    root = compile(recipe, tmp_path / "engine", [f"parallel={{tp: 2, pp: {stages}}}"])
+    report = json.loads((root / "report.json").read_text())
+    assert 0 < report["emulated"] < report["tolerance"] == 0.03
+    manifest = read_manifest(root)
+    assert pool_contradictions(manifest) == []
+    inputs = [{each.name for each in rank.plan_tensors} for rank in manifest.ranks]
+    assert len(inputs) == len(networks) == 2 * stages
+    of_first, of_last = [True, True, False, False], [False, False, True, True]
+    assert ["token_ids" in names for names in inputs] == of_first[: 2 * stages]
+    assert ["hidden" in names for names in inputs] == of_last[: 2 * stages]
+    assert ["logits" in names for names in inputs] == of_last[-2 * stages :]
+    counts = [[layer.kind for layer in each.layers].count("dist_collective") for each in networks]
+    assert counts == [3, 3, 2, 2][: 2 * stages]  # embedding, attention, MLP
+    monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(engine_module, "tensorrt_version", lambda: VERSION)
+    with pytest.raises(EngineError, match="ranks, which need NCCL"):
+        open_engine(root)
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from pydantic import BeforeValidator, Field
 from llmbuild.builder.recipe.problems import problem
 from llmbuild.builder.recipe.section import Section, listed
 
-KVDtype = Literal["fp32", "bf16", "fp16", "int8", "int8-static", "int4"]
-_BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "int4": 4}
+KVDtype = Literal["fp32", "bf16", "fp16", "int8", "int8-static", "fp8", "int4"]
+_BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "fp8": 8, "int4": 4}
 MAX_BLOCK_SIZE = 256
-TENSORRT_DTYPES = ("fp16", "int8", "int8-static", "int4")
+TENSORRT_DTYPES = ("fp16", "int8", "int8-static", "fp8", "int4")
 _DTYPES = "fp32, bf16, int8, int8-static or int4"
 
 
@@ -33,13 +33,18 @@ class KVCache(Section):
     )
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether any of it is FP8."""
+        return "fp8" in self._dtypes
+
+    @property
     def bits(self) -> int:
-        """Of an item, the fewest that are asked for; 16 where nothing is rounded to integers."""
+        """Of an item, the fewest that are asked for; 16 where nothing has less."""
         return min(_BITS.get(dtype, 16) for dtype in self._dtypes)
 
     def check_fits_cpu(self) -> None:
         """Raises a problem, for a recipe's validator, of what the cpu target hasn't."""
-        if "fp16" in self._dtypes:
+        if self._dtypes & {"fp16", "fp8"}:
             raise problem(f"cpu has {_DTYPES}", loc=("kv_cache", "dtype"))
         self._check_block_size()
 

@@ -13,7 +13,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 # Known, and refused until they are built.
 UNSUPPORTED_VALUES: dict[str, set[object]] = {
     "precision": {"int8", "int4", "fp8"},
-    "kv_cache.dtype": {"fp8"},
 }
 
 MAX_SHOWN_CHARACTERS = 80

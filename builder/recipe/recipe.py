@@ -48,7 +48,7 @@ DEFAULT_BUCKETS = (1, 2, 4, 8)
 DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 3e-2}
 
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
-DEFAULT_INT4_KV_TOLERANCE = 2e-1
+DEFAULT_COARSE_KV_TOLERANCE = 2e-1  # of int4, and FP8, whose next number may be an eighth further
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
 # Activations of a GPU are rounded after every layer, and where they are int8 on tensorrt-rtx one
 # scale is for all columns, so that a code is a larger step.
@@ -202,14 +202,6 @@ class Recipe(Section):
             target.check_quantisation(quantisation, info.data.get("precision"))
         return quantisation
 
-    @field_validator("parallel")
-    @classmethod
-    def _target_has_ranks(cls, parallel: Parallel, info: ValidationInfo) -> Parallel:
-        target: Target | None = info.data.get("target")
-        if target and target.kind == TENSORRT and parallel != Parallel():
-            raise problem(f"leave it out: {TENSORRT} has one rank yet")
-        return parallel
-
     @field_validator("kv_cache")
     @classmethod
     def _target_has_the_kv_cache(cls, kv_cache: KVCache, info: ValidationInfo) -> KVCache:
@@ -343,8 +335,8 @@ class Recipe(Section):
     def _default_tolerance(self) -> float:
         if self.quantisation.has_fp8:
             return DEFAULT_FP8_TOLERANCE
-        if self.kv_cache.bits < 8:
-            return DEFAULT_INT4_KV_TOLERANCE
+        if self.kv_cache.bits < 8 or self.kv_cache.has_fp8:
+            return DEFAULT_COARSE_KV_TOLERANCE
         if self.target.kind == TENSORRT_RTX:
             rounds = self.quantisation.rounds_activations
             return DEFAULT_RTX_INT8_TOLERANCE if rounds else DEFAULT_RTX_TOLERANCE[self.precision]

@@ -52,7 +52,7 @@ def worth_building() -> Iterator[tuple[AttentionShape, str, tuple[str, str]]]:
             yield shape, "bf16", (dtype, dtype)
     yield SMOLLM2, "bf16", ("int8", "int4")  # recipes/smollm2-135m-kv-mixed.yaml
     yield LLAMA_8B, "bf16", ("int8-static", "int8-static")
-    yield LLAMA_8B, "bf16", ("fp8", "fp8")  # which no recipe may ask for yet
+    yield LLAMA_8B, "bf16", ("fp8", "fp8")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+_E4M3_LARGEST = 448.0
+
 
 @dataclass(frozen=True)
 class LayerPools:
@@ -81,12 +83,20 @@ def _int4(x: torch.Tensor) -> torch.Tensor:
     return torch.where(is_finite, minimum + scale * codes, torch.nan)
 
 
+def _fp8(x: torch.Tensor) -> torch.Tensor:
+    """The nearest number of E4M3, ties to even; beyond the largest that one, NaN for an
+    infinity."""
+    numbers = x.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+    return torch.where(x.isfinite(), numbers, torch.nan)
+
+
 ROUNDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp32": lambda x: x,
     "bf16": _bf16,
     "int8": _int8,
     "int8-static": _int8_static,
     "int4": _int4,
+    "fp8": _fp8,
 }
 
 _bound: ContextVar[Sequence[LayerPools]] = ContextVar("llmbuild_kv_pools")

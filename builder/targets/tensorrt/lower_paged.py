@@ -9,6 +9,7 @@ from llmbuild.builder.targets.tensorrt import plugin_attention, plugin_nodes
 from llmbuild.builder.targets.tensorrt.limits import (
     HIDDEN,
     LOGIT_ROWS,
+    TOKEN_IDS,
     ActivationDtype,
 )
 from llmbuild.builder.targets.tensorrt.operations import COMMON, Operations, lower_nodes
@@ -57,10 +58,12 @@ def lower_paged(
 
 def _add_inputs(lowering: PluginLowering) -> None:
     step, trt = lowering.step, lowering.trt
+    idle = {TOKEN_IDS} if HIDDEN in step.inputs else set()  # what a stage isn't asked for
+    idle |= {LOGIT_ROWS} if step.output != OUTPUT else set()
     for name, sizes in INPUT_SIZES.items():
         if name == HIDDEN and name in step.inputs:
             lowering.add_input(name, lowering.act, *sizes, lowering.config.hidden_size)
-        elif name in step.inputs and not (name == LOGIT_ROWS and step.output != OUTPUT):
+        elif name in step.inputs and name not in idle:
             lowering.add_input(name, trt.int32, *sizes)
     for value in step.graph.inputs:
         if str(value.name) in lowering.inputs:

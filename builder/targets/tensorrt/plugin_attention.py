@@ -13,7 +13,7 @@ from llmbuild.plugins.paged_attention.triton import AttentionType
 from llmbuild.plugins.rope_kv_write.tensorrt import rope_kv_write as rope_kv_write_plugin
 from llmbuild.runtime.manifest import pool_name
 
-KV_DTYPES = ("fp16", "bf16", "int8", "int8-static", "int4")  # that kernels read and write
+KV_DTYPES = ("fp16", "bf16", "int8", "int8-static", "fp8", "int4")  # that kernels read and write
 
 
 def rope_table(lowering: PluginLowering, node: ir.Node) -> None:

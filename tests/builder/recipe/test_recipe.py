@@ -201,7 +201,6 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         "kv_cache.dtype",
         ["given fp32", "tensorrt has fp16, int8, int8-static, int4"],
     ),
-    "ranks of tensorrt": (TENSORRT | {"parallel": {"tp": 2}}, "parallel", ["one rank yet"]),
     "gate of tensorrt": (
         TENSORRT | {"gate": {"perplexity": {"text": "t", "max_increase": 0.1}}},
         "gate",
@@ -334,10 +333,15 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         ["given int4", "not yet supported", "fp32 or bf16"],
     ),
     "unknown precision": ({"precision": "fp12"}, "precision", ["given fp12", "fp32 or bf16"]),
-    "unsupported kv dtype": (
+    "fp8 kv of cpu": (
         {"kv_cache": {"dtype": "fp8"}},
         "kv_cache.dtype",
-        ["given fp8", "not yet supported", "fp32, bf16, int8, int8-static or int4"],
+        ["given fp8", "cpu has fp32, bf16, int8, int8-static or int4"],
+    ),
+    "fp8 kv of tensorrt-rtx": (
+        RTX | {"kv_cache": {"dtype": "fp8"}},
+        "kv_cache.dtype",
+        ["given fp8", "keeps the KV cache in `precision`"],
     ),
     "block size zero": ({"kv_cache": {"block_size": 0}}, "kv_cache.block_size", ["given 0", "256"]),
     "block size 257": ({"kv_cache": {"block_size": 257}}, "kv_cache.block_size", ["257", "256"]),
@@ -794,6 +798,11 @@ def test_fp8_may_be_for_the_gpu_at_hand(tmp_path: Path) -> None:
     resolved = resolve(tmp_path, changed(TENSORRT | {"quantisation": "fp8_w8a8"}))
     assert resolved.target.capabilities == ("native",)
     assert resolved.verify.tolerance == 0.4
+
+
+def test_a_kv_cache_of_tensorrt_may_be_fp8(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, changed(TENSORRT | {"kv_cache": {"dtype": "fp8"}}))
+    assert (resolved.kv_cache.dtype, resolved.verify.tolerance) == ("fp8", 0.2)
 
 
 def test_recipe_for_the_gpu_at_hand_resolves_to_itself(tmp_path: Path) -> None:

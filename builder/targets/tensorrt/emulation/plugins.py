@@ -25,6 +25,7 @@ _KERNEL_TYPES = {
     "*i32": torch.int32,
     "*i8": torch.int8,
     "*u8": torch.uint8,
+    "*fp8e4nv": torch.float8_e4m3fn,
 }
 _LEFT_BY_OTHERS = {torch.int8: 77, torch.int32: 77}  # what no kernel may count on in its outputs
 

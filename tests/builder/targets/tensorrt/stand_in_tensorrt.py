@@ -78,8 +78,13 @@ class StandInTensorRT(EmulatedTensorRT):
         self.loaded: list[bytes] = []
         self.plan: bytes | None = b"plan"
 
+    @staticmethod
+    def made(network: StandInNetwork) -> None:
+        """Told of each network."""
+
     def Builder(self, logger: Any) -> Any:
         self.network = StandInNetwork(more_layers={"plugin_v3": plugin_layer})
+        self.made(self.network)
         cache = SimpleNamespace(serialize=lambda: b"timings")
         settings = SimpleNamespace(
             add_optimization_profile=self.profiles.append,
@@ -132,7 +137,7 @@ def save_recipe(folder: Path, save_tiny_llama: Callable[..., Path], **overrides:
     """A recipe for tensorrt, and its model, whose kernels take the interpreter little time."""
     sizes = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    path = save_tiny_llama(folder, **sizes, **heads | overrides)
+    path = save_tiny_llama(folder, **sizes | heads | overrides)
     text = path.read_text().replace("precision: fp32", "precision: fp16\ntarget: tensorrt")
     path.write_text(text.replace("max_sequences: 8", "max_sequences: 3"))
     return path

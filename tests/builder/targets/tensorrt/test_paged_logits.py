@@ -83,9 +83,17 @@ def test_channel_scales_of_the_kv_cache_are_taken(
     assert logits_error(model, dtypes) < 0.05
 
 
-def logits_error(model: Model, kv_dtypes: tuple[str, str]) -> float:
+@pytest.mark.parametrize("sm", [80, 89])
+def test_fp8_is_kept_whether_the_gpu_converts_it_or_the_kernel(
+    model_of: Callable[..., Model], sm: int
+) -> None:
+    model = model_of(**SIZES)
+    assert 0.002 < logits_error(model, ("fp8", "fp8"), sm) < 0.05
+
+
+def logits_error(model: Model, kv_dtypes: tuple[str, str], sm: int = 80) -> float:
     """The largest, of the largest logit."""
-    limits = paged_limits(model, *kv_dtypes)
+    limits = paged_limits(model, *kv_dtypes, sm)
     sequences = Sequences(PROMPTS)
     batch = sequences.batch({0: 5, 1: 1})
     emulated = emulate_paged(model.step, model.config, limits, "fp16", model.read)
