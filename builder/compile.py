@@ -28,6 +28,7 @@ from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages, peak_rss_bytes
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.read_precision import read_precision
+from llmbuild.builder.tolerance import held_to_its_tolerance
 from llmbuild.builder.verify import verify_engine
 from llmbuild.errors import RecipeError
 from llmbuild.runtime.target import CPU
@@ -117,7 +118,10 @@ def _compile(
         for kind, count in manifest.quantised_kinds.items():
             stages.progress.note(f"quantised: {count} tensors to {kind}")
         tolerance = resolved.verify.tolerance
-        verified = verify_engine(root, manifest, assembled.step, assembled.read, tolerance, stages)
+        with held_to_its_tolerance(resolved):
+            verified = verify_engine(
+                root, manifest, assembled.step, assembled.read, tolerance, stages
+            )
         gate = None
         if reference is not None:
             gate = _hold_to_gate(model, resolved, reference, assembled, writer, base_dir, stages)

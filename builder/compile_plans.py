@@ -21,6 +21,7 @@ from llmbuild.builder.shard.shard import span
 from llmbuild.builder.shard.split import check_parallel
 from llmbuild.builder.sources.progress import PlainProgress, Progress
 from llmbuild.builder.stages import Stages, peak_rss_bytes
+from llmbuild.builder.tolerance import held_to_its_tolerance
 from llmbuild.builder.verify_plans import verify_plans
 from llmbuild.runtime.manifest import Rank
 from llmbuild.runtime.target import TENSORRT, TENSORRT_RTX
@@ -58,10 +59,11 @@ def compile_plans(
         build = PlanBuild(resolved, manifest, graphs, writer.root, base_dir)
         plans.check(build)
         tolerance = resolved.verify.tolerance
-        emulated = verify_plans(
-            *(writer.root, prepared, plans.script(manifest)),
-            *(lambda steps: plans.emulate(build, steps), tolerance, stages),
-        )
+        with held_to_its_tolerance(resolved):
+            emulated = verify_plans(
+                *(writer.root, prepared, plans.script(manifest)),
+                *(lambda steps: plans.emulate(build, steps), tolerance, stages),
+            )
         if len(graphs) > 1:
             stages.progress.note("engines of several ranks are built, and can't be served yet")
         ranks = [_build_rank(plans, build, graph, stages) for graph in graphs]

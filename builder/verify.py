@@ -15,6 +15,7 @@ from llmbuild.builder.graph.materialise import ReadTensor
 from llmbuild.builder.graph.reference import run_steps, weight_items
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.stages import Stages
+from llmbuild.builder.tolerance import require_within
 from llmbuild.errors import InternalError
 from llmbuild.plugins.common.kv_pools import LayerPools
 from llmbuild.runtime.batch import StepBatch
@@ -140,7 +141,7 @@ def verify_engine(
     """Hold the staged engine below `root` to the reference, at each ISA level; None stands for
     one that this processor can't run. Leaves the steps in the engine, for `llmbuild verify`.
 
-    Raises InternalError when logits differ by more than `tolerance`.
+    Raises Divergence when logits differ by more than `tolerance`.
     """
     batches, num_blocks = make_batches(
         manifest.limits, manifest.kv, manifest.vocab_size, manifest.buckets
@@ -222,9 +223,5 @@ def verify_level(
         with np.load(out, allow_pickle=False) as file:
             got = [file[f"arr_{index}"] for index in range(len(expected))]
     worst = max(map(relative_difference, got, expected))
-    if not worst <= tolerance:
-        raise InternalError(
-            f"the {level} engine's logits differ from the reference's by {worst:.2e} of the "
-            f"largest, and verify.tolerance is {tolerance:.2e}; nothing was published"
-        )
+    require_within(tolerance, worst, f"{level} engine")
     return worst

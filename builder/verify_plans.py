@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from llmbuild.builder.plan_build import Script
 from llmbuild.builder.prepare import Prepared
 from llmbuild.builder.stages import Stages
+from llmbuild.builder.tolerance import require_within
 from llmbuild.builder.verify import run_reference, stored_steps
-from llmbuild.errors import InternalError
 from llmbuild.runtime.replay import (
     STEPS_FILE,
     VerificationSteps,
@@ -31,7 +31,7 @@ def verify_plans(
     """The largest relative difference of the logits of the ranks' emulated networks. Leaves the
     steps below `root`, for `llmbuild verify` where there is a GPU.
 
-    Raises InternalError when it is larger than `tolerance`.
+    Raises Divergence when it is larger than `tolerance`.
     """
     expected = run_reference(
         *(prepared.step, prepared.read, script.batches, script.kv, script.num_blocks), stages
@@ -42,9 +42,5 @@ def verify_plans(
         got = emulate(steps)
     worst = max(map(relative_difference, got, expected))
     stages.progress.note(f"emulated network: logits differ by {worst:.1e} of the largest")
-    if not worst <= tolerance:
-        raise InternalError(
-            f"the emulated network's logits differ from the reference's by {worst:.2e} of the "
-            f"largest, and verify.tolerance is {tolerance:.2e}; nothing was published"
-        )
+    require_within(tolerance, worst, "emulated network")
     return worst

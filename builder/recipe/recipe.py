@@ -329,10 +329,12 @@ class Recipe(Section):
         content["calibration"] |= {"length": self.calibration.length or min(DEFAULT_LENGTH, length)}
         content["distillation"] = self.distillation and self.distillation.resolved()
         content["gate"] = self.gate and self.gate.resolved(length)
-        content["verify"] = {"tolerance": self.verify.tolerance or self._default_tolerance()}
+        content["verify"] = {"tolerance": self.verify.tolerance or self.usual_tolerance}
         return _validated(ResolvedRecipe, content, f"recipe {self.name}")
 
-    def _default_tolerance(self) -> float:
+    @property
+    def usual_tolerance(self) -> float:
+        """What rounding in the recipe's precisions may cost: the default of verify.tolerance."""
         if self.quantisation.has_fp8:
             return DEFAULT_FP8_TOLERANCE
         if self.kv_cache.bits < 8 or self.kv_cache.has_fp8:

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmbuild.builder import verify
 from llmbuild.builder.targets.cpu import build as cpu_build
 from llmbuild.builder.targets.cpu import toolchain
 from llmbuild.builder.targets.cpu.emit import emit
 from llmbuild.builder.targets.cpu.memory import ArenaPlan, plan_arena
 from llmbuild.builder.targets.cpu.plan import Call, Pool, StepPlan
 from llmbuild.builder.verify import MAX_STORED_COLUMNS, make_batches, stored_steps
-from llmbuild.errors import InternalError
+from llmbuild.errors import InternalError, RecipeError
 from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.manifest import SCRATCH_BLOCK, KVLayer, KVLayout, Limits
 
@@ -252,10 +253,26 @@ def test_code_that_crashes_fails_the_build_and_nothing_is_published(
     assert published(tmp_path) == []
 
 
+@pytest.mark.parametrize("worst", [0.02, float("nan")])
+def test_what_rounding_does_not_explain_is_our_fault(
+    tiny: Any,
+    compile_engine: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    worst: float,
+) -> None:
+    """Whether the recipe gives a tolerance or not."""
+    monkeypatch.setattr(verify, "relative_difference", lambda got, expected: worst)
+    for overrides in ((), ("verify.tolerance=0.01",)):
+        with pytest.raises(InternalError, match=r"logits differ .*; nothing was published"):
+            compile_engine(tiny, *overrides)
+    assert published(tmp_path) == []
+
+
 def test_sound_code_passes_and_a_tolerance_below_rounding_fails(
     tiny: Any, compile_engine: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(InternalError, match=r"verify\.tolerance is 1\.00e-12; nothing was publ"):
+    with pytest.raises(RecipeError, match=r"given 1e-12; .* or leave it out for 0\.0001"):
         compile_engine(tiny, "verify.tolerance=1e-12")
     assert published(tmp_path) == []
     assert (compile_engine(tiny) / "manifest.json").is_file()
