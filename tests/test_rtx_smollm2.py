@@ -16,7 +16,7 @@ SCHEMES = {
     "fp16": (),
     "w4a16": ("quantisation={scheme: w4a16, method: rtn}",),
     "w8a8": (
-        "quantisation=w8a8-static",
+        "quantisation={scheme: w8a8-static, rotation: true}",
         "calibration={data: text.txt, sequences: 8, length: 128}",
     ),
     "fp8": (
