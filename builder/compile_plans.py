@@ -64,8 +64,8 @@ def compile_plans(
                 *(writer.root, prepared, plans.script(manifest)),
                 *(lambda steps: plans.emulate(build, steps), tolerance, stages),
             )
-        if len(graphs) > 1:
-            stages.progress.note("engines of several ranks are built, and can't be served yet")
+        if resolved.parallel.pp > 1:
+            stages.progress.note("engines of several stages are built, and can't be served yet")
         ranks = [_build_rank(plans, build, graph, stages) for graph in graphs]
         manifest = msgspec.structs.replace(manifest, ranks=ranks)
         report = make_plan_report(

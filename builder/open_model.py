@@ -47,6 +47,10 @@ def open_model(recipe: Recipe, base_dir: Path, stages: Stages) -> Model:
     model = Model(path, config, weights)
     if not recipe.quantisation.rotation:
         return model
+    if not recipe.quantisation.quantises and recipe.kv_cache.bits >= 16:
+        stages.progress.note(
+            "quantisation.rotation: nothing of the recipe is rounded, so it is idle"
+        )
     return Model(path, rotated_config(config), RotatedTensors(weights, config), model)
 
 

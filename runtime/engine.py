@@ -90,10 +90,10 @@ class _Verification:
 
 def check_servable(manifest: Manifest) -> None:
     """Raises EngineError for an engine that no executor is built for yet."""
-    if not isinstance(manifest.target, CpuTarget) and len(manifest.ranks) > 1:
+    if not isinstance(manifest.target, CpuTarget) and manifest.parallel.pp > 1:
         raise EngineError(
-            f"the engine has {len(manifest.ranks)} ranks, which need NCCL to meet on GPUs, and "
-            "that isn't built yet; compile the model without `parallel`, for one GPU"
+            f"the engine has {manifest.parallel.pp} stages, which can't be served on GPUs yet; "
+            "compile the model with parallel.tp alone"
         )
 
 

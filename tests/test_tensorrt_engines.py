@@ -137,8 +137,11 @@ def test_ranks_have_plans_with_collectives_and_are_held_to_the_whole_model(
     assert counts == [3, 3, 2, 2][: 2 * stages]  # embedding, attention, MLP
     monkeypatch.setattr(engine_module, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(engine_module, "tensorrt_version", lambda: VERSION)
-    with pytest.raises(EngineError, match="ranks, which need NCCL"):
-        open_engine(root)
+    if stages == 1:
+        assert open_engine(root).variant == "8.9"
+    else:
+        with pytest.raises(EngineError, match="2 stages, which can't be served on GPUs yet"):
+            open_engine(root)
 
 
 @pytest.mark.slow

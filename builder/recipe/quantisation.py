@@ -111,6 +111,11 @@ class Quantisation(Precisions):
         return rotation
 
     @property
+    def quantises(self) -> bool:
+        """Whether any matrix is to be."""
+        return any(each.scheme != UNQUANTISED for each in (self, *self.overrides))
+
+    @property
     def rounds_activations(self) -> bool:
         return super().rounds_activations or any(o.rounds_activations for o in self.overrides)
 

@@ -92,14 +92,24 @@ def apply_overrides(content: dict[Any, Any], overrides: Sequence[str]) -> None:
 
     A section of a single word, `target: cpu`, becomes {kind: cpu} when a key below it is set, and
     `quantisation: w4a8` {scheme: w4a8}.
-    Whether the keys exist is for the recipe's own check.
+    Whether the keys exist is for the recipe's own check. Raises RecipeError for one that would
+    take back what an earlier one has set below it.
     """
+    given: dict[str, str] = {}  # by key path
     for override in overrides:
         key_path, equals, text = override.partition("=")
         keys = key_path.strip().split(".")
         if not equals or not all(keys):
             raise RecipeError(f"--set {override}: not of the form KEY.PATH=VALUE")
         value = _parse(text, f"--set {override}")
+        path = ".".join(keys)
+        for below, earlier in given.items():
+            if below.startswith(f"{path}."):
+                raise RecipeError(
+                    f"--set {override}: it replaces all of {path}, what --set {earlier} gave "
+                    "among it; give it first, or leave the other out"
+                )
+        given[path] = override
         section = content
         for key in keys[:-1]:
             inner = section.get(key)

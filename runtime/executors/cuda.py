@@ -27,12 +27,15 @@ def load_bindings() -> Any:
 
 
 class Cuda:
-    """The first GPU, and one stream of it: all work goes there, in order. Addresses are ints, and
-    so is a graph, which is work that was recorded."""
+    """A GPU, and one stream of it: all work goes there, in order. Addresses are ints, and so is a
+    graph, which is work that was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
+        """Raises EngineError where the machine hasn't so many GPUs."""
         self._runtime = load_bindings()
-        self._call("cudaSetDevice", 0)  # makes the context that TensorRT asks for
+        if device > 0 and device >= (count := int(self._call("cudaGetDeviceCount"))):
+            raise EngineError(f"rank {device} needs GPU {device}, and this machine has {count}")
+        self._call("cudaSetDevice", device)  # makes the context that TensorRT asks for
         self.stream = int(
             self._call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking)
         )

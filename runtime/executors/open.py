@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.executors import Executor
-from llmbuild.runtime.target import CpuTarget, RtxTarget
+from llmbuild.runtime.target import CpuTarget
 from llmbuild.runtime.threads import choose_num_threads, choose_pinning
 
 if TYPE_CHECKING:  # what opens an executor is imported when it is known which one
@@ -42,7 +42,7 @@ def open_executor(
                 "num_threads and pin_threads are for engines of cpu, and this one runs on a GPU; "
                 "leave them out"
             )
-        return _open_plan(engine, num_blocks)
+        return _open_plans(engine, num_blocks, rank_timeout_s)
 
     if len(engine.manifest.ranks) == 1:
         from llmbuild.runtime.executors.cpu import CpuExecutor
@@ -65,15 +65,24 @@ def open_executor(
     return open_launched_rank(engine, launch, *options)
 
 
-def _open_plan(engine: "Engine", num_blocks: int) -> Executor:
-    if isinstance(engine.manifest.target, RtxTarget):
-        from llmbuild.runtime.executors.rtx import RtxExecutor
+def _open_plans(engine: "Engine", num_blocks: int, rank_timeout_s: float) -> Executor:
+    from llmbuild.runtime.executors.open_plan import open_plan
 
-        return RtxExecutor(engine, num_blocks)
+    num_ranks = len(engine.manifest.ranks)
+    if num_ranks == 1:
+        return open_plan(engine, num_blocks)
 
-    from llmbuild.runtime.executors.tensorrt import TensorrtExecutor
+    from llmbuild.runtime.parallel.environment import read_launch
 
-    return TensorrtExecutor(engine, num_blocks)
+    if read_launch(os.environ, num_ranks) is not None:
+        raise UserError(
+            f"the engine's {num_ranks} ranks on GPUs are started by one process; start that alone, "
+            "without a launcher"
+        )
+
+    from llmbuild.runtime.parallel.plan_ranks import open_plan_ranks
+
+    return open_plan_ranks(engine, num_blocks, rank_timeout_s)
 
 
 def check_rank_timeout(rank_timeout_s: float) -> None:

@@ -6,7 +6,7 @@ from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.executors.execution import Execution
 from llmbuild.runtime.executors.paged_kv import PagedSteps, pool_offsets
 from llmbuild.runtime.executors.plan_memory import Placed, PlanMemory, padded
-from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.manifest import Manifest, Rank
 from llmbuild.runtime.target import ALIGNMENT_BYTES
 
 
@@ -15,13 +15,15 @@ class PoolMemory(PlanMemory[Execution]):
     which never changes. Blocks are only read where they have been written, so that a step that went
     wrong leaves nothing to clear."""
 
-    def __init__(self, cuda: Cuda, manifest: Manifest, num_blocks: int, steps: PagedSteps) -> None:
+    def __init__(
+        self, cuda: Cuda, manifest: Manifest, rank: Rank, num_blocks: int, steps: PagedSteps
+    ) -> None:
         """Takes nothing yet."""
-        kv = manifest.kv_of(manifest.ranks[0])
+        kv = manifest.kv_of(rank)
         self._offsets, kv_bytes = pool_offsets(kv, num_blocks)
         input_bytes = sum(padded(4 * size) for size in steps.most_numbers.values())
         super().__init__(
-            *(cuda, manifest, kv_bytes),
+            *(cuda, rank, manifest.limits.max_sequences, kv_bytes),
             f"the KV cache of {num_blocks} blocks of {kv.block_size} tokens",
             max(input_bytes, ALIGNMENT_BYTES * len(self._offsets)),
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmbuild.errors import EngineError
 from llmbuild.runtime.executors.cuda import Cuda
+from llmbuild.runtime.executors.nccl import Communicator
 from llmbuild.runtime.target import ALIGNMENT_BYTES, PlanTensor
 from llmbuild.runtime.tensorrt_log import CollectedLog
 
@@ -16,7 +17,8 @@ CONTEXT, DECODE = 0, 1  # the optimisation profiles that every plan is built wit
 
 class Plan(ABC):
     """TensorRT's engine. Contexts are made of it, which share their scratch memory: they may only
-    run one after the other. trt: the module that runs it."""
+    run one after the other. trt: the module that runs it. communicator: of a rank that shares
+    layers with others, to be set before contexts are made; all ranks make theirs together then."""
 
     def __init__(self, trt: Any, path: Path, tensors: Sequence[PlanTensor], cuda: Cuda) -> None:
         """Raises EngineError when the plan can't be loaded, or hasn't these inputs and outputs."""
@@ -34,6 +36,7 @@ class Plan(ABC):
                 "the manifest; compile the model again"
             )
         self._scratch = 0
+        self.communicator: Communicator | None = None
 
     def take_scratch(self) -> None:
         """Take the contexts' scratch memory. Raises EngineError where there isn't enough."""
@@ -47,6 +50,9 @@ class Plan(ABC):
             raise self.error("gives no execution context")
         context.set_device_memory(self._scratch, self._engine.device_memory_size_v2)
         made = PlanContext(self, context, self._cuda.stream)
+        if self.communicator is not None:
+            is_set = context.set_communicator(self.communicator.capsule)
+            made.check(is_set, "takes no communicator")
         made.check(
             context.set_optimization_profile_async(profile, self._cuda.stream),
             f"has no optimisation profile {profile}",

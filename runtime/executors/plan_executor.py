@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Generic
 
@@ -11,23 +11,32 @@ from numpy.typing import NDArray
 
 from llmbuild.errors import UserError
 from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cuda import Cuda, CudaError
 from llmbuild.runtime.executors.decode_graphs import DecodeGraphs, GraphCounts, run_once
 from llmbuild.runtime.executors.greedy import likeliest, next_step
+from llmbuild.runtime.executors.nccl import Communicator
 from llmbuild.runtime.executors.plan import CONTEXT, DECODE, Plan, PlanContext
 from llmbuild.runtime.executors.plan_memory import E, PlanMemory
 
 
 class PlanExecutor(ABC, Generic[E]):
-    """A plan on the GPU with its KV cache; one step at a time."""
+    """A rank's plan on a GPU with its KV cache; one step at a time. Logits are those of the rank's
+    tokens. join: of a rank that shares layers with others, gives its end of the communicator when
+    all else is there."""
 
     _memory: PlanMemory[E]
+
+    def __init__(self, engine: Engine, rank: int, join: Callable[[], Communicator] | None) -> None:
+        """Takes nothing yet."""
+        self._engine, self._rank = engine, engine.manifest.ranks[rank]
+        self._device, self._join = rank, join
 
     def _open(self) -> None:
         """Take all that is needed. Raises EngineError where the plan or memory can't be had."""
         self._process = os.getpid()
         self._context: PlanContext | None = None
-        self._cuda = cuda = Cuda()
+        self._cuda = cuda = Cuda(self._device)
         # What is given back, the last taken first.
         self._close: ExitStack | None = (closing := ExitStack())
         closing.callback(cuda.close)
@@ -39,6 +48,9 @@ class PlanExecutor(ABC, Generic[E]):
             closing.callback(self._memory.close)
             self._memory.take()
             plan.take_scratch()
+            if self._join is not None:
+                plan.communicator = self._join()
+                closing.callback(plan.communicator.close)
             self._context = plan.make_context(CONTEXT)
             self._graphs = DecodeGraphs(cuda, self._memory, lambda: plan.make_context(DECODE))
             closing.callback(self._graphs.close)
@@ -72,9 +84,9 @@ class PlanExecutor(ABC, Generic[E]):
         return self._graphs.counts
 
     def step(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Logits [R, vocab] of one step; the KV cache moves forward."""
+        """Logits [R, tokens] of one step; the KV cache moves forward."""
         self._check_open()
-        logits = np.zeros((batch.num_logit_rows, self._memory.vocab_size), np.float32)
+        logits = np.zeros((batch.num_logit_rows, self._memory.num_tokens), np.float32)
         for execution in self._executions(batch):
             logits[execution.results] = self._run(execution)
         if not np.isfinite(logits).all():
@@ -114,7 +126,7 @@ class PlanExecutor(ABC, Generic[E]):
             raise UserError("the engine was opened before this process was forked; open it here")
 
     def _run(self, execution: E) -> NDArray[np.float32]:
-        """The logits of the execution's results, [rows, vocab], as they stand until the next."""
+        """The logits of the execution's results, [rows, tokens], as they stand until the next."""
         placed = self._memory.place(execution)
         if execution.is_decode:
             self._graphs.run(self._graph_key(execution), placed)

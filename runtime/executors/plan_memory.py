@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.executors.execution import Execution, Int32Array
 from llmbuild.runtime.executors.plan import CONTEXT, DECODE
-from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.manifest import Rank
 from llmbuild.runtime.target import ALIGNMENT_BYTES
 
 LOGITS, LOGIT_ROWS = "logits", "logit_rows"
@@ -37,20 +37,27 @@ class PlanMemory(ABC, Generic[E]):
     execution: they lie together, and go to the GPU in one copy.
 
     kv_bytes: of the KV cache, which `kv_purpose` says what for. input_bytes: of the largest
-    execution's inputs, each padded.
+    execution's inputs, each padded. num_tokens: of the vocabulary, those that the rank has.
+    max_rows: of logits.
     """
 
     def __init__(
-        self, cuda: Cuda, manifest: Manifest, kv_bytes: int, kv_purpose: str, input_bytes: int
+        self,
+        cuda: Cuda,
+        rank: Rank,
+        max_rows: int,
+        kv_bytes: int,
+        kv_purpose: str,
+        input_bytes: int,
     ) -> None:
         """Takes nothing yet."""
         self._cuda, self.kv_bytes, self._kv_purpose = cuda, kv_bytes, kv_purpose
-        tensors = manifest.ranks[0].plan_tensors
-        self._inputs = [each.name for each in tensors if each.is_input and each.dtype == "int32"]
-        self.vocab_size = manifest.vocab_size
-        self._max_rows = manifest.limits.max_sequences
+        inputs = (each for each in rank.plan_tensors if each.is_input and each.dtype == "int32")
+        self._inputs = [each.name for each in inputs]
+        self.num_tokens = rank.tokens.count
+        self._max_rows = max_rows
         self._input_bytes = input_bytes
-        self._logits_bytes = padded(4 * self._max_rows * self.vocab_size)
+        self._logits_bytes = padded(4 * self._max_rows * self.num_tokens)
         self._device: list[int] = []
         self._host: list[int] = []
 
@@ -64,8 +71,8 @@ class PlanMemory(ABC, Generic[E]):
         for size in (self._input_bytes, self._logits_bytes):
             self._host.append(self._cuda.allocate_host(size))
         self._staging = view(self._host[0], self._input_bytes)
-        rows = view(self._host[1], 4 * self._max_rows * self.vocab_size).view(np.float32)
-        self._rows = rows.reshape(self._max_rows, self.vocab_size)
+        rows = view(self._host[1], 4 * self._max_rows * self.num_tokens).view(np.float32)
+        self._rows = rows.reshape(self._max_rows, self.num_tokens)
 
     def clear(self) -> None:
         """Make the KV cache zeros."""
@@ -102,11 +109,11 @@ class PlanMemory(ABC, Generic[E]):
         self._cuda.copy_to_device(self._input_base, self._host[0], placed.input_bytes)
 
     def copy_out(self, placed: Placed) -> None:
-        size = 4 * placed.num_rows * self.vocab_size
+        size = 4 * placed.num_rows * self.num_tokens
         self._cuda.copy_to_host(self._host[1], self._logits, size)
 
     def logits(self, placed: Placed) -> NDArray[np.float32]:
-        """[rows, vocab], of the execution that has ended; as it stands until the next."""
+        """[rows, tokens], of the execution that has ended; as it stands until the next."""
         return self._rows[: placed.num_rows]
 
     def close(self) -> None:

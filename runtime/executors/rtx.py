@@ -1,5 +1,6 @@
 """Runs an engine of the tensorrt-rtx target on a GPU."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from llmbuild.cache import cache_root
@@ -7,6 +8,7 @@ from llmbuild.runtime.batch import StepBatch
 from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.executors.linear_kv import LinearSlots, SlotExecution
+from llmbuild.runtime.executors.nccl import Communicator
 from llmbuild.runtime.executors.plan_executor import PlanExecutor
 from llmbuild.runtime.executors.rtx_memory import SlotMemory
 from llmbuild.runtime.executors.rtx_plan import RtxPlan
@@ -16,9 +18,16 @@ class RtxExecutor(PlanExecutor[SlotExecution]):
     """num_blocks: slots for sequences, and the scratch block, which takes no memory here: padding
     is left out of what is run, and has logits of 0."""
 
-    def __init__(self, engine: Engine, num_blocks: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        num_blocks: int,
+        rank: int = 0,
+        join: Callable[[], Communicator] | None = None,
+    ) -> None:
         """Raises EngineError where the plan or memory can't be had."""
-        self._engine, self._num_slots = engine, num_blocks - 1
+        super().__init__(engine, rank, join)
+        self._num_slots = num_blocks - 1
         self._open()
         limits = engine.manifest.limits
         self._slots = LinearSlots(
@@ -27,13 +36,13 @@ class RtxExecutor(PlanExecutor[SlotExecution]):
         )
 
     def _make_plan(self, cuda: Cuda) -> RtxPlan:
-        (rank,) = self._engine.manifest.ranks
+        rank = self._rank
         name = rank.executables[self._engine.variant]
         cache = _jit_cache(self._engine.manifest.files[name].sha256, self._engine.variant)
         return RtxPlan(self._engine.root / name, rank.plan_tensors, cuda, cache)
 
     def _make_memory(self, cuda: Cuda) -> SlotMemory:
-        return SlotMemory(cuda, self._engine.manifest, self._num_slots)
+        return SlotMemory(cuda, self._engine.manifest.limits, self._rank, self._num_slots)
 
     def _executions(self, batch: StepBatch) -> list[SlotExecution]:
         return self._slots.executions(batch)

@@ -8,7 +8,7 @@ from llmbuild.errors import EngineError
 from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.executors.linear_kv import SlotExecution
 from llmbuild.runtime.executors.plan_memory import LOGIT_ROWS, Placed, PlanMemory, padded
-from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.manifest import Limits, Rank
 from llmbuild.runtime.target import ALIGNMENT_BYTES, PlanTensor
 
 UPDATED = ".updated"  # ends the output's name that is a cache after the execution
@@ -19,18 +19,17 @@ class SlotMemory(PlanMemory[SlotExecution]):
     """A cache has a slot for each sequence, one after the other, and an execution on neighbouring
     slots is given the first one's address."""
 
-    def __init__(self, cuda: Cuda, manifest: Manifest, num_slots: int) -> None:
+    def __init__(self, cuda: Cuda, limits: Limits, rank: Rank, num_slots: int) -> None:
         """Takes nothing yet. Raises EngineError for a plan that can't be given such memory."""
-        tensors = manifest.ranks[0].plan_tensors
+        tensors = rank.plan_tensors
         self._num_slots = num_slots
         self._caches = [each for each in tensors if each.is_input and each.dtype != "int32"]
         self.capacity = _size(self._caches[0], 2)
         self._slot_bytes = {cache.name: _slot_bytes(cache) for cache in self._caches}
-        limits = manifest.limits
         most = max(limits.max_step_tokens, limits.max_sequences)
         num_inputs = sum(each.is_input for each in tensors) - len(self._caches)
         super().__init__(
-            *(cuda, manifest, num_slots * sum(self._slot_bytes.values())),
+            *(cuda, rank, limits.max_sequences, num_slots * sum(self._slot_bytes.values())),
             f"the KV cache of {num_slots} sequences of {self.capacity} tokens",
             num_inputs * padded(4 * most),
         )

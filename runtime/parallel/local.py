@@ -11,9 +11,8 @@ from llmbuild.runtime.executors.cpu import CpuExecutor, ranks_bytes
 from llmbuild.runtime.parallel.config import ranks_config
 from llmbuild.runtime.parallel.executor import ParallelExecutor
 from llmbuild.runtime.parallel.memory import RanksMemory
-from llmbuild.runtime.parallel.messages import Kind
-from llmbuild.runtime.parallel.peers import Peers
-from llmbuild.runtime.parallel.process import RankProcess, end_all
+from llmbuild.runtime.parallel.process import RankProcess
+from llmbuild.runtime.parallel.process_peers import ProcessPeers
 from llmbuild.runtime.parallel.processors import Seat, choose_seats, seated, warn_if_crowded
 from llmbuild.runtime.parallel.worker import Setup
 
@@ -60,17 +59,16 @@ def _make_memory(engine: Engine) -> RanksMemory:
         ) from error
 
 
-class LocalPeers(Peers):
+class LocalPeers(ProcessPeers):
     """The processes of the other ranks, and the memory that is shared with them."""
 
     def __init__(self, memory: RanksMemory, timeout_s: float) -> None:
-        super().__init__({}, timeout_s)
+        super().__init__(timeout_s)
         self._memory = memory
-        self._processes: dict[int, RankProcess] = {}
 
     def start(self, engine: Engine, rank: int, num_blocks: int, seat: Seat) -> None:
         """Starts a rank's process, which is to open the engine. Raises EngineError."""
-        self.add(rank, RankProcess(rank, self._memory.descriptor))
+        self.add(rank, RankProcess(rank, [self._memory.descriptor]))
         setup = Setup(
             root=os.fsencode(engine.root.absolute()),
             manifest=engine.manifest,
@@ -80,25 +78,7 @@ class LocalPeers(Peers):
             seat=seat,
             timeout_s=self.timeout_s,
         )
-        try:
-            self._channels[rank].send(Kind.SETUP, msgspec.msgpack.encode(setup))
-        except OSError as error:
-            raise EngineError(self.describe(rank, is_gone=True)) from error
-
-    def add(self, rank: int, process: RankProcess) -> None:
-        self._processes[rank] = process
-        self._channels[rank] = process.channel
-
-    def describe(self, rank: int, is_gone: bool) -> str:
-        if rank == 0:
-            return f"rank 0, this process, kept the others waiting for {self.timeout_s:g} s"
-        process = self._processes[rank]
-        silent = f"didn't answer within {self.timeout_s:g} s (rank_timeout_s)"
-        how = process.how_it_ended() if is_gone else silent
-        return f"rank {rank} (process {process.id}) {how}"
+        self.set_up(rank, msgspec.msgpack.encode(setup))
 
     def end_waits(self, rank: int) -> None:
         self._memory.set_failed(rank)
-
-    def _end(self, is_asked: bool) -> None:
-        end_all([*self._processes.values()], is_asked=is_asked)

@@ -7,8 +7,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate, pairwise
 
-from llmbuild.runtime.batch import StepBatch
+from llmbuild.runtime.batch import ARRAYS, Int32s, StepBatch, as_tables
 
 MAX_BYTES = 1 << 30  # of a message; more is not one of ours
 
@@ -30,6 +31,8 @@ class Kind(IntEnum):
     PONG = 8
     FAILED = 9  # the step went wrong; with the rank that it waited for
     CLOSE = 10
+    JOIN = 11  # all ranks have what they need, and may meet
+    RESULT = 12  # of a step, where native code doesn't bring it together
 
 
 class Channel:
@@ -94,6 +97,20 @@ class StepMessage:
             sizes.extend((part.num_logit_rows, part.blocks_per_sequence))
             arrays += part.data
         return StepMessage(num_steps, sizes, arrays)
+
+    def batches(self) -> list[StepBatch]:
+        """The parts."""
+        made, begin = [], 0
+        for first in range(0, len(self.sizes), _SIZES):
+            tokens, sequences, rows, width = self.sizes[first : first + _SIZES]
+            lengths = (tokens, tokens, sequences + 1, sequences, sequences * width, rows)
+            ends = [*accumulate(lengths, initial=begin)]
+            each = [self.arrays[start:end] for start, end in pairwise(ends)]
+            numbers: dict[str, Int32s] = dict(zip(ARRAYS, each, strict=True))
+            numbers["block_tables"] = as_tables(numbers["block_tables"].tobytes(), width)
+            made.append(StepBatch(**numbers))
+            begin = ends[-1]
+        return made
 
     def encode(self) -> bytes:
         head = array("i", [self.num_steps, len(self.sizes) // _SIZES])

@@ -62,6 +62,15 @@ class Peers(ABC):
 
     def wait_until_ready(self) -> None:
         """Raises EngineError, naming the rank, for one that refuses, ends or doesn't answer."""
+        self.await_ready()
+        self.watch()
+
+    def watch(self) -> None:
+        """Notice at once when a rank is gone, from now on."""
+        self._monitor = Monitor(self._channels, self.end_waits)
+
+    def await_ready(self) -> None:
+        """As wait_until_ready does, of ranks that say so several times."""
         limit_s = max(START_S, self.timeout_s)
         deadline = time.monotonic() + limit_s
         for rank, channel in self._channels.items():
@@ -73,7 +82,20 @@ class Peers(ABC):
                 raise EngineError(self.describe(rank, is_gone=True)) from error
             if kind is not Kind.READY:
                 raise EngineError(f"rank {rank}: {payload.decode(errors='replace')}")
-        self._monitor = Monitor(self._channels, self.end_waits)
+
+    def results(self) -> list[bytearray]:
+        """What each rank sends of a step, in order. Raises RankError for one that doesn't."""
+        found = []
+        deadline = time.monotonic() + self.timeout_s
+        for rank, channel in self._channels.items():
+            try:
+                kind, payload = channel.receive(max(0.0, deadline - time.monotonic()))
+            except OSError as error:
+                raise RankError(rank) from error
+            if kind is not Kind.RESULT:
+                raise RankError(rank)
+            found.append(payload)
+        return found
 
     def check_usable(self) -> None:
         """Raises the error that is left, if there is one."""

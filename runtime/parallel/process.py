@@ -20,21 +20,24 @@ _KILL_S = 5.0  # for the system to take a process away
 
 
 class RankProcess:
-    """It inherits its end of `channel` and the ranks' memory, whose descriptors are the command's
-    last arguments. What it prints is kept, for the case that it ends early."""
+    """It inherits its end of `channel` and other descriptors, which are the command's last
+    arguments. What it prints is kept, for the case that it ends early."""
 
-    def __init__(self, rank: int, memory: int, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, rank: int, descriptors: Sequence[int], command: Sequence[str] = COMMAND
+    ) -> None:
         """Raises EngineError when it can't be started."""
         self._output = os.memfd_create(f"llmbuild rank {rank}")
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
+            inherited = (theirs.fileno(), *descriptors)
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(memory)],
+                [*command, *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
-                pass_fds=(theirs.fileno(), memory),
+                pass_fds=inherited,
             )
         except OSError as error:
             self.channel.close()

@@ -199,7 +199,7 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
     "KV that no kernel reads": (
         TENSORRT | {"kv_cache": {"dtype": "fp32"}},
         "kv_cache.dtype",
-        ["given fp32", "tensorrt has fp16, int8, int8-static, int4"],
+        ["given fp32", "tensorrt has fp16, int8, int8-static, fp8, int4"],
     ),
     "gate of tensorrt": (
         TENSORRT | {"gate": {"perplexity": {"text": "t", "max_increase": 0.1}}},
@@ -636,6 +636,14 @@ def test_overrides_are_applied_in_order(tmp_path: Path) -> None:
     assert resolved.buckets == (1, 7)
     assert resolved.model.sha256 == {"model.safetensors": HASH}
     assert resolved.verify.tolerance == 0.005
+
+
+def test_an_override_that_takes_back_what_an_earlier_one_gave_is_refused(tmp_path: Path) -> None:
+    given = ("quantisation.rotation=true", "quantisation=w8a16")
+    with pytest.raises(RecipeError, match=r"^--set quantisation=w8a16: it replaces all of quant"):
+        resolve(tmp_path, MINIMAL, *given)
+    found = resolve(tmp_path, MINIMAL, *reversed(given)).quantisation
+    assert (found.scheme, found.rotation) == ("w8a16", True)
 
 
 def test_override_below_a_target_of_one_word_keeps_the_word(tmp_path: Path) -> None:

@@ -35,15 +35,16 @@ class CaptureMode(IntEnum):
 
 class FakeCuda:
     """size_bytes: of the GPU's memory. failing: calls, by name, and the status that they give.
-    is_lost: as after an illegal access, when every call fails."""
+    is_lost: as after an illegal access, when every call fails. number, count: which GPU it is, of
+    how many."""
 
     cudaError_t = Status
     cudaMemcpyKind = CopyKind
     cudaStreamCaptureMode = CaptureMode
     cudaStreamNonBlocking = 1
 
-    def __init__(self, size_bytes: int = 1 << 30) -> None:
-        self.size_bytes = size_bytes
+    def __init__(self, size_bytes: int = 1 << 30, number: int = 0, count: int = 1) -> None:
+        self.size_bytes, self.number, self.count = size_bytes, number, count
         self.failing: dict[str, Status] = {}
         self.is_lost = False
         self.calls: Counter[str] = Counter()
@@ -104,8 +105,11 @@ class FakeCuda:
     def cudaGetErrorString(self, status: Status) -> tuple[Status, bytes]:
         return Status.cudaSuccess, b"a text"
 
+    def cudaGetDeviceCount(self) -> int:
+        return self.count
+
     def cudaSetDevice(self, device: int) -> None:
-        assert device == 0
+        assert device == self.number
 
     def cudaMemGetInfo(self) -> Any:
         self._may_wait()

@@ -154,12 +154,17 @@ class FakeContext:
         self.scratch = 0
         self.ran: dict[str, tuple[int, ...]] | None = None  # the shapes of the last execution
         self.recorded: object = None  # what a graph of it was recorded with
+        self.communicator: object = None
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert memory % 256 == 0
         assert size >= SCRATCH_BYTES
         self.gpu.view(memory, size)
         self.scratch = memory
+
+    def set_communicator(self, communicator: object) -> bool:
+        self.communicator = communicator
+        return True
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         assert stream_handle == STREAM

@@ -20,6 +20,7 @@ from llmbuild.runtime.engine import Engine, check_servable
 from llmbuild.runtime.executors import cuda, plan, rtx_memory, rtx_plan
 from llmbuild.runtime.executors.open import open_executor
 from llmbuild.runtime.executors.rtx import RtxExecutor
+from llmbuild.runtime.manifest import Parallel
 
 
 def test_too_little_memory_for_the_kv_cache_is_told_in_bytes(
@@ -115,10 +116,10 @@ def test_a_fork_is_refused(executor: RtxExecutor, monkeypatch: pytest.MonkeyPatc
             executor.step(decode({0: (0, 7)}))
 
 
-def test_several_ranks_are_refused(engine: Engine) -> None:
-    ranks = engine.manifest.ranks * 3
-    with pytest.raises(EngineError, match="3 ranks, which need NCCL"):
-        check_servable(msgspec.structs.replace(engine.manifest, ranks=ranks))
+def test_stages_are_refused(engine: Engine) -> None:
+    parallel = Parallel(tp=1, pp=3)
+    with pytest.raises(EngineError, match="3 stages, which can't be served on GPUs"):
+        check_servable(msgspec.structs.replace(engine.manifest, parallel=parallel))
 
 
 @pytest.mark.parametrize("options", [{"num_threads": 2}, {"pin_threads": True}])

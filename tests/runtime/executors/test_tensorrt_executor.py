@@ -33,6 +33,7 @@ from llmbuild.runtime.engine import Engine, check_servable, open_engine
 from llmbuild.runtime.executors import cuda
 from llmbuild.runtime.executors import tensorrt as tensorrt_module
 from llmbuild.runtime.executors.tensorrt import TensorrtExecutor
+from llmbuild.runtime.manifest import Parallel
 from llmbuild.runtime.replay import STEPS_FILE, load_steps, relative_difference, replay
 
 NUM_BLOCKS = 40
@@ -182,10 +183,10 @@ def test_what_tensorrt_refuses_is_told(
     assert trt.gpu.is_empty
 
 
-def test_several_ranks_are_refused(engine: Engine) -> None:
-    ranks = engine.manifest.ranks * 2
-    with pytest.raises(EngineError, match="2 ranks, which need NCCL"):
-        check_servable(msgspec.structs.replace(engine.manifest, ranks=ranks))
+def test_stages_are_refused(engine: Engine) -> None:
+    parallel = Parallel(tp=2, pp=2)
+    with pytest.raises(EngineError, match="2 stages, which can't be served on GPUs"):
+        check_servable(msgspec.structs.replace(engine.manifest, parallel=parallel))
 
 
 def test_tensorrt_has_every_call() -> None:

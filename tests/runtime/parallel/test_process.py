@@ -35,7 +35,7 @@ def start(memory):
 
     def start(code: str) -> RankProcess:
         command = (sys.executable, "-c", code)
-        started.append(RankProcess(1, memory.descriptor, command))
+        started.append(RankProcess(1, [memory.descriptor], command))
         return started[-1]
 
     yield start
@@ -91,7 +91,7 @@ def test_process_has_the_memory_and_no_descriptor_of_another_rank(start, memory)
 
 def test_command_that_is_missing_is_told():
     with pytest.raises(EngineError, match="can't start a process for rank 2"):
-        RankProcess(2, 0, ["/no/such/python"])
+        RankProcess(2, [], ["/no/such/python"])
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
