@@ -197,6 +197,7 @@ def test_distillation_without_anything_to_train_is_refused(
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_distillation(
     save_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,7 @@ CASES = {
 
 
 # Of the others each has something that one of these has, too.
-QUICK = ("KV heads on several ranks", "ranks and stages", "soft caps", "experts")
+QUICK = ("KV heads on several ranks", "soft caps", "experts")
 
 
 @pytest.mark.parametrize(
