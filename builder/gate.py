@@ -86,7 +86,7 @@ def reference_recipe(recipe: Recipe) -> Recipe:
     own_kv_cache = recipe.kv_cache.model_copy(
         update={"dtype": recipe.kv_cache.dtype or recipe.precision}
     )
-    if recipe.quantisation == Quantisation() and own_kv_cache == kv_cache:
+    if not recipe.quantisation.quantises and own_kv_cache == kv_cache:
         raise RecipeError(
             f"recipe {recipe.name}:\n  gate: given, and neither quantisation nor kv_cache "
             "quantises anything that it could be held to; leave the gate out"

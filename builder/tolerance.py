@@ -36,6 +36,6 @@ def held_to_its_tolerance(resolved: ResolvedRecipe) -> Iterator[None]:
             raise
         raise RecipeError(
             f"recipe {resolved.name}:\n  verify.tolerance: given {resolved.verify.tolerance:g}; "
-            f"logits differ by {error.worst:.2g} of the largest, which rounding in the recipe's "
+            f"logits differ by {error.worst:.3g} of the largest, which rounding in the recipe's "
             f"precisions explains; give more, or leave it out for {usual:g}"
         ) from error

@@ -130,10 +130,11 @@ def _grid(rule: Rule, candidate: Candidate) -> WeightGrid | None:
 
 
 def _check_matches(rules: Sequence[Rule], candidates: Sequence[Candidate]) -> None:
+    takes_stored = any(rule.scheme and rule.scheme.weight_bits is None for rule in rules)
     for rule in rules:
         if rule.match == "*":  # for all that others leave
             continue
-        changed = [each for each in candidates if _may_change(rule, each)]
+        changed = [each for each in candidates if _may_change(rule, each, takes_stored)]
         if not any(fnmatchcase(each.name, rule.match) for each in changed):
             shown = [each.name for each in changed if not re.match(r"layers\.[1-9]", each.name)]
             raise RecipeError(
@@ -142,10 +143,12 @@ def _check_matches(rules: Sequence[Rule], candidates: Sequence[Candidate]) -> No
             )
 
 
-def _may_change(rule: Rule, candidate: Candidate) -> bool:
-    """Whether the rule says anything of the matrix: a table is never rounded."""
-    rounds = rule.scheme is not None and rule.scheme.weight_bits is not None
-    return not (rounds and candidate.is_table)
+def _may_change(rule: Rule, candidate: Candidate, takes_stored: bool) -> bool:
+    """Whether the rule says anything of the matrix. A table is never rounded; it can have its
+    stored codes, or be kept from having them where some rule takes such."""
+    if not candidate.is_table:
+        return True
+    return takes_stored if rule.scheme is None else rule.scheme.weight_bits is None
 
 
 def _misfit(grid: WeightGrid, candidate: Candidate) -> str:

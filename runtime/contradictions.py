@@ -30,15 +30,14 @@ def slot_contradictions(manifest: "Manifest") -> list[str]:
 
 def pool_contradictions(manifest: "Manifest") -> list[str]:
     """Of tensorrt: ranks whose plans don't take the addresses of the KV layout's pools."""
-    mixed = [index for index, layer in enumerate(manifest.kv.layers) if len(layer.heads) > 1]
-    if mixed:
-        return [f"KV layer {index} has heads of several dtypes in a plan" for index in mixed]
     faults: list[str] = []
     for index, rank in enumerate(manifest.ranks):
-        wanted: dict[str, Described] = dict.fromkeys(
-            manifest.kv_of(rank).pool_bytes, ("int64", [1], True)
-        )
-        faults += _differing(index, rank, "pool", wanted)
+        kv = manifest.kv_of(rank)
+        mixed = [number for number, layer in enumerate(kv.layers) if len(layer.heads) > 1]
+        faults += [f"KV layer {n} of rank {index} has heads of several dtypes" for n in mixed]
+        if not mixed:
+            wanted: dict[str, Described] = dict.fromkeys(kv.pool_bytes, ("int64", [1], True))
+            faults += _differing(index, rank, "pool", wanted)
     return faults
 
 

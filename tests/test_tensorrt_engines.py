@@ -100,6 +100,16 @@ def test_fp8_is_built_of_layers_and_emulated(stand_ins: StandInTensorRT, recipe:
 
 
 @pytest.mark.slow
+def test_activations_may_be_bf16(stand_ins: StandInTensorRT, recipe: Path) -> None:
+    root = compile(recipe, recipe.parent / "bf16", ["precision=bf16"])
+    report = json.loads((root / "report.json").read_text())
+    assert 0 < report["emulated"] < report["tolerance"] == 0.15
+    manifest = read_manifest(root)
+    assert manifest.kv.layers[0].k_dtypes == ["bf16"]
+    assert {each.dtype for each in manifest.ranks[0].plan_tensors} == {"int32", "int64", "fp32"}
+
+
+@pytest.mark.slow
 def test_a_kv_cache_in_fp8_has_no_scales_and_is_held_to_the_reference(
     stand_ins: StandInTensorRT, recipe: Path
 ) -> None:
@@ -285,4 +295,4 @@ def test_a_manifest_whose_plan_has_other_pools_is_refused(compiled: Path) -> Non
     mixed = KVLayer.of_heads([("fp16", "fp16"), ("int8", "int8")])
     kv = msgspec.structs.replace(manifest.kv, layers=[mixed])
     told = pool_contradictions(msgspec.structs.replace(manifest, kv=kv))
-    assert told == ["KV layer 0 has heads of several dtypes in a plan"]
+    assert told == ["KV layer 0 of rank 0 has heads of several dtypes"]

@@ -10,8 +10,9 @@ from llmbuild.builder.recipe.section import Section, listed
 KVDtype = Literal["fp32", "bf16", "fp16", "int8", "int8-static", "fp8", "int4"]
 _BITS: dict[str | None, int] = {"int8": 8, "int8-static": 8, "fp8": 8, "int4": 4}
 MAX_BLOCK_SIZE = 256
-TENSORRT_DTYPES = ("fp16", "int8", "int8-static", "fp8", "int4")
-_DTYPES = "fp32, bf16, int8, int8-static or int4"
+TENSORRT_DTYPES = ("int8", "int8-static", "fp8", "int4")  # and `precision`
+_CPU_DTYPES = "fp32, bf16, int8, int8-static or int4"
+_DTYPES = f"{_CPU_DTYPES}; with tensorrt `precision`, {', '.join(TENSORRT_DTYPES)}"
 
 
 class KVOverride(Section):
@@ -44,14 +45,18 @@ class KVCache(Section):
 
     def check_fits_cpu(self) -> None:
         """Raises a problem, for a recipe's validator, of what the cpu target hasn't."""
-        if self._dtypes & {"fp16", "fp8"}:
-            raise problem(f"cpu has {_DTYPES}", loc=("kv_cache", "dtype"))
+        wrong = self._dtypes & {"fp16", "fp8"}
+        if wrong:
+            raise problem(f"cpu has {_CPU_DTYPES}", loc=self._place_of(wrong))
         self._check_block_size()
 
-    def check_fits_tensorrt(self) -> None:
+    def check_fits_tensorrt(self, precision: str) -> None:
         """The same of tensorrt, whose KV cache is what its kernels read and write."""
-        if not self._dtypes - {None} <= {*TENSORRT_DTYPES}:
-            raise problem(f"tensorrt has {', '.join(TENSORRT_DTYPES)}", loc=("kv_cache", "dtype"))
+        allowed = (precision, *TENSORRT_DTYPES)
+        wrong = self._dtypes - {None, *allowed}
+        if wrong:
+            text = f"tensorrt has {', '.join(allowed)} with precision {precision}"
+            raise problem(text, loc=self._place_of(wrong))
         self._check_block_size()
 
     def check_fits_rtx(self, precision: str, max_sequence_length: int | None) -> None:
@@ -65,6 +70,10 @@ class KVCache(Section):
         if self.block_size is not None and self.block_size != max_sequence_length:
             text = "leave it out: tensorrt-rtx has one block a sequence, as long as that may get"
             raise problem(text, loc=("kv_cache", "block_size"))
+
+    def _place_of(self, dtypes: set[str | None]) -> tuple[str, str]:
+        """The key that asks for one of these."""
+        return "kv_cache", "dtype" if self.dtype in dtypes else "overrides"
 
     @property
     def _dtypes(self) -> set[str | None]:

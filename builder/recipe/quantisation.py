@@ -62,6 +62,18 @@ class Precisions(Section):
             raise problem(f"{scheme} has {key} {allowed}: choose that, or leave it out")
         return given
 
+    @field_validator("method")
+    @classmethod
+    def _smoothing_is_of_rounded_activations(cls, method: Any, info: ValidationInfo) -> Any:
+        scheme = info.data.get("scheme")
+        is_idle = scheme in SCHEMES and not SCHEMES[scheme].rounds_activations
+        if method == "smoothquant" and is_idle:
+            raise problem(
+                f"it evens activations before they are rounded, and {scheme} leaves them as they "
+                "are: choose rtn, gptq or awq"
+            )
+        return method
+
     @property
     def rounds_activations(self) -> bool:
         return self.scheme != UNQUANTISED and SCHEMES[self.scheme].rounds_activations

@@ -45,14 +45,14 @@ DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_MAX_SEQUENCES = 32
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUCKETS = (1, 2, 4, 8)
-DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 3e-2}
+DEFAULT_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 DEFAULT_INT8_KV_TOLERANCE = 5e-2  # a tie may fall to either side
 DEFAULT_COARSE_KV_TOLERANCE = 2e-1  # of int4, and FP8, whose next number may be an eighth further
 DEFAULT_INT8_TOLERANCE = 1e-1  # where activations are rounded: a tie may fall to either side
 # Activations of a GPU are rounded after every layer, and where they are int8 on tensorrt-rtx one
 # scale is for all columns, so that a code is a larger step.
-DEFAULT_RTX_TOLERANCE = {"fp16": 3e-2, "bf16": 1.5e-1}
+DEFAULT_GPU_TOLERANCE = {"fp16": 3e-2, "bf16": 1.5e-1}
 DEFAULT_RTX_INT8_TOLERANCE = 2e-1
 DEFAULT_FP8_TOLERANCE = 4e-1  # the next number may be an eighth further, not a step of 127
 
@@ -160,12 +160,12 @@ class Recipe(Section):
         "capabilities",
     )
     precision: Precision = Field(
-        description="fp32 or bf16 for cpu, fp16 for tensorrt, fp16 or bf16 for tensorrt-rtx"
+        description="fp32 or bf16 for cpu, fp16 or bf16 for tensorrt and tensorrt-rtx"
     )
     quantisation: Annotated[Quantisation, BeforeValidator(_scheme)] = Field(
         default=Quantisation(),
         description=f"a scheme ({UNQUANTISED}, {', '.join(SCHEMES)}), or a mapping with the keys "
-        "scheme, group_size, symmetric, method, overrides",
+        "scheme, group_size, symmetric, method, overrides, rotation",
     )
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
@@ -213,7 +213,7 @@ class Recipe(Section):
         if target.kind == CPU:
             kv_cache.check_fits_cpu()
         elif target.kind == TENSORRT:
-            kv_cache.check_fits_tensorrt()
+            kv_cache.check_fits_tensorrt(precision)
         else:
             kv_cache.check_fits_rtx(precision, limits.max_sequence_length)
         return kv_cache
@@ -292,15 +292,15 @@ class Recipe(Section):
         return buckets
 
     def with_plan(self, plan: PrecisionPlan) -> "Recipe":
-        """The recipe with the plan's overrides behind its own, which decide first."""
+        """The recipe with the plan's overrides behind its own, which decide first. Raises
+        RecipeError where they don't go together."""
+        content = self.model_dump(exclude_none=True)
         chosen = {"quantisation": plan.quantisation, "kv_cache": plan.kv_cache}
-        sections = {
-            name: getattr(self, name).model_copy(
-                update={"overrides": getattr(self, name).overrides + overrides}
-            )
-            for name, overrides in chosen.items()
-        }
-        return self.model_copy(update={**sections, "plan": None})
+        for name, overrides in chosen.items():
+            more = [each.model_dump(exclude_none=True) for each in overrides]
+            content[name]["overrides"] = [*content[name]["overrides"], *more]
+        given = content.pop("plan", None)
+        return _validated(Recipe, content, f"recipe {self.name} with its plan {given}")
 
     def resolve(self, max_position: int) -> "ResolvedRecipe":
         """The recipe with every default filled.
@@ -339,14 +339,14 @@ class Recipe(Section):
             return DEFAULT_FP8_TOLERANCE
         if self.kv_cache.bits < 8 or self.kv_cache.has_fp8:
             return DEFAULT_COARSE_KV_TOLERANCE
-        if self.target.kind == TENSORRT_RTX:
-            rounds = self.quantisation.rounds_activations
-            return DEFAULT_RTX_INT8_TOLERANCE if rounds else DEFAULT_RTX_TOLERANCE[self.precision]
+        is_on_gpu = self.target.kind != CPU
+        unrounded = (DEFAULT_GPU_TOLERANCE if is_on_gpu else DEFAULT_TOLERANCE)[self.precision]
         if self.quantisation.rounds_activations:
-            return DEFAULT_INT8_TOLERANCE
+            is_rtx = self.target.kind == TENSORRT_RTX
+            return max(unrounded, DEFAULT_RTX_INT8_TOLERANCE if is_rtx else DEFAULT_INT8_TOLERANCE)
         if self.kv_cache.bits == 8:
-            return DEFAULT_INT8_KV_TOLERANCE
-        return DEFAULT_TOLERANCE[self.precision]
+            return max(unrounded, DEFAULT_INT8_KV_TOLERANCE)
+        return unrounded
 
 
 class ResolvedLimits(Limits):

@@ -23,9 +23,8 @@ CAPABILITIES = {
 DEFAULT_CAPABILITIES = {TENSORRT: (NATIVE,), TENSORRT_RTX: ("8.0", "8.6", "8.9", "12.0")}
 FIRST_FP8_CAPABILITY = 8.9  # whose tensor cores multiply FP8
 
-# By target. Of tensorrt, what its kernels have and Triton's interpreter, by which builds are
-# proven, gets right; of tensorrt-rtx, what native layers and its kernels have.
-PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT: ("fp16",), TENSORRT_RTX: ("fp16", "bf16")}
+# By target: of GPUs, what kernels and native layers have.
+PRECISIONS = {CPU: ("fp32", "bf16"), TENSORRT: ("fp16", "bf16"), TENSORRT_RTX: ("fp16", "bf16")}
 SCHEMES = {
     CPU: (UNQUANTISED, *(name for name, scheme in ALL_SCHEMES.items() if not scheme.is_fp8)),
     TENSORRT: (UNQUANTISED, *ALL_SCHEMES),

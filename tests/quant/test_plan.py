@@ -80,6 +80,8 @@ def test_a_rule_that_would_round_a_table_alone_is_refused() -> None:
     assert left.weights == {"b": Q4_1}
     with pytest.raises(RecipeError, match=r"'table' matches no matrix .* those are b, and"):
         make_plan([rounded], candidates)
+    with pytest.raises(RecipeError, match=r"'table' matches no matrix"):  # it stays anyway
+        make_plan([Rule("table", None), *everywhere("w8a16")], candidates)
 
 
 @pytest.mark.parametrize(

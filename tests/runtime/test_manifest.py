@@ -279,7 +279,7 @@ def lists_itself(value: Content) -> None:
         (other_head_dim, ["model.head_dim 15", "kv.head_dim 14"]),
         (other_vocabulary, ["model.vocab_size 97", "vocab_size 98"]),
         (no_layers_in_model, ["model.num_layers None", "KV layers 3"]),
-        (unknown_kv_dtype, ["int3", "fp32, bf16, fp16, int8, int8-static, int4"]),
+        (unknown_kv_dtype, ["int3", "fp32, bf16, fp16, int8, int8-static, fp8, int4"]),
         (missing_kv_head, ["KV layer 2 has 1 heads", "kv.num_kv_heads is 2"]),
         (no_kv_heads, ["KV layer 1 has 0 heads", "kv.num_kv_heads is 2"]),
         (repeated_bucket, ["[1, 2, 2]"]),

@@ -132,6 +132,29 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         "quantisation.method",
         ["given hqq", "rtn, gptq, awq, smoothquant"],
     ),
+    **{
+        f"smoothing for {scheme}": (
+            {"quantisation": {"scheme": scheme, "method": "smoothquant"}},
+            "quantisation.method",
+            ["given smoothquant", f"{scheme} leaves them as they are", "rtn, gptq or awq"],
+        )
+        for scheme in ("w8a16", "w4a16")
+    },
+    "fp8 in an override of cpu's kv": (
+        {"kv_cache": {"dtype": "int8", "overrides": [{"match": "*.k.*", "dtype": "fp8"}]}},
+        "kv_cache.overrides",
+        ["fp8", "cpu has fp32, bf16, int8, int8-static or int4"],
+    ),
+    "bf16 in an override of tensorrt's kv": (
+        TENSORRT | {"kv_cache": {"overrides": [{"match": "*.k.*", "dtype": "bf16"}]}},
+        "kv_cache.overrides",
+        ["bf16", "tensorrt has fp16, int8"],
+    ),
+    "unknown kv dtype": (
+        TENSORRT | {"kv_cache": {"dtype": "fp9"}},
+        "kv_cache.dtype",
+        ["given fp9", "with tensorrt `precision`, int8, int8-static, fp8, int4"],
+    ),
     "gate of nothing": ({"gate": {}}, "gate", ["give perplexity, compare or retrieval"]),
     "no rank": ({"parallel": {"tp": 0}}, "parallel.tp", ["given 0", "from 1 to the model's"]),
     "half a stage": ({"parallel": {"pp": 1.5}}, "parallel.pp", ["given 1.5", "from 1 to"]),
@@ -145,10 +168,15 @@ BAD_RECIPES: dict[str, tuple[dict[Any, Any], str, list[str]]] = {
         "target.capabilities",
         ["given 7.5", "tensorrt has native, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0"],
     ),
-    "bf16 that the interpreter gets wrong": (
-        TENSORRT | {"precision": "bf16"},
+    "fp32 of tensorrt": (
+        TENSORRT | {"precision": "fp32"},
         "precision",
-        ["given bf16", "tensorrt has fp16"],
+        ["given fp32", "tensorrt has fp16 and bf16"],
+    ),
+    "a KV cache of the other precision": (
+        TENSORRT | {"precision": "bf16", "kv_cache": {"dtype": "fp16"}},
+        "kv_cache.dtype",
+        ["given fp16", "tensorrt has bf16, int8, int8-static, fp8, int4 with precision bf16"],
     ),
     "KV that no kernel reads": (
         TENSORRT | {"kv_cache": {"dtype": "fp32"}},

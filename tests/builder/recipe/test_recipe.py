@@ -128,7 +128,8 @@ def quantisations(draw: st.DrawFn) -> dict[str, Any]:
         "group_size": draw(st.sampled_from([32, 64, 96, 4096, "row"])),
         "symmetric": draw(st.booleans()),
     }
-    grid["method"] = draw(st.sampled_from(["rtn", "gptq", "awq", "smoothquant"]))
+    smoothing = ["smoothquant"] if "a8" in scheme else []
+    grid["method"] = draw(st.sampled_from(["rtn", "gptq", "awq", *smoothing]))
     has_grid = scheme.startswith("w")
     keys = draw(st.sets(st.sampled_from(sorted(grid)))) if has_grid else set()
     return {"scheme": scheme} | {key: grid[key] for key in keys}

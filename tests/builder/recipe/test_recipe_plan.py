@@ -141,3 +141,13 @@ def test_plan_key_is_a_path(tmp_path: Path, given: Any) -> None:
     path = write(tmp_path, RECIPE | {"plan": given}, PLAN)
     with pytest.raises(RecipeError, match=r"plan: given .*; allowed: a file that `llmbuild plan`"):
         load_recipe(path)
+
+
+def test_what_the_plan_and_the_recipe_contradict_each_other_in_is_told(tmp_path: Path) -> None:
+    plan = PLAN | {"kv_cache": [{"match": "layers.0.k.*", "dtype": "fp16"}]}
+    with pytest.raises(RecipeError, match=r"(?s)^recipe mixed with its plan plans/mixed\.yaml:.*k"):
+        load_recipe(write(tmp_path, RECIPE, plan))
+    rotated = {"scheme": "w8a8", "rotation": True}
+    plan = PLAN | {"quantisation": [{"match": "layers.0.mlp.*", "scheme": "stored-a8"}]}
+    with pytest.raises(RecipeError, match=r"(?s)with its plan.*quantisation\.rotation: given true"):
+        load_recipe(write(tmp_path, RECIPE | {"quantisation": rotated}, plan))

@@ -20,7 +20,6 @@ from llmbuild.builder.targets.tensorrt.limits import ActivationDtype, Limits
 from llmbuild.builder.targets.tensorrt.lower import lower
 from llmbuild.builder.targets.tensorrt.lowering import Lowering
 from llmbuild.builder.targets.tensorrt.paged_limits import PagedLimits
-from llmbuild.errors import BuildError
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,9 @@ def emulate_paged(
     """The same of `build_paged_plan`'s network, whose plugins Triton's interpreter runs: some
     milliseconds a program of a kernel. KV pools are memory of this process, given by its address.
 
-    Raises BuildError where Triton doesn't interpret, and for bf16, which its interpreter rounds
-    wrongly.
+    Raises BuildError where Triton doesn't interpret.
     """
     require_interpreter()
-    if activations == "bf16":
-        raise BuildError("Triton's interpreter can't round to bf16; emulate fp16 activations")
     return lower_to_emulation(step, config, limits, activations, read, total)
 
 

@@ -1,5 +1,6 @@
 """Plugins in an emulated network: their kernels run in Triton's interpreter, launched as TensorRT
-would launch them."""
+would launch them. It can't multiply bf16, so kernels for that are given fp32 in its place, and what
+they give is rounded to bf16; K and V in bf16 stay fp32 in the pools."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from llmbuild.builder.targets.tensorrt.emulation.module import TORCH_TYPES, DataType
 from llmbuild.builder.targets.tensorrt.emulation.tensors import Layer, Made, Tensor
 from llmbuild.errors import BuildError
+from llmbuild.plugins.common.tensorrt_kernels import ADDRESSED
 from llmbuild.plugins.common.tensorrt_plugin import (
     TENSOR_DTYPES,
     Plugin,
@@ -20,7 +22,7 @@ from llmbuild.plugins.common.tensorrt_plugin import (
 _KERNEL_TYPES = {
     "*fp32": torch.float32,
     "*fp16": torch.float16,
-    "*bf16": torch.bfloat16,
+    "*bf16": torch.float32,
     "*i64": torch.int64,
     "*i32": torch.int32,
     "*i8": torch.int8,
@@ -76,9 +78,10 @@ def run_plugin(
         name: tuple(value.shape) for name, value in zip(plugin.inputs, inputs, strict=True)
     }
     output_shapes = plugin.output_shapes(shapes)
+    types = [TORCH_TYPES[DataType[TENSOR_DTYPES[kind]]] for kind in plugin.outputs.values()]
     outputs = tuple(
-        _fresh(output_shapes[name], TORCH_TYPES[DataType[TENSOR_DTYPES[kind]]])
-        for name, kind in plugin.outputs.items()
+        _fresh(output_shapes[name], torch.float32 if dtype is torch.bfloat16 else dtype)
+        for name, dtype in zip(plugin.outputs, types, strict=True)
     )
     launch = tactic.launch(shapes)
     kinds = tactic.variant.signature
@@ -89,8 +92,17 @@ def run_plugin(
         name: _viewed(value, kinds[name]) if isinstance(value, torch.Tensor) else value
         for name, value in zip(names, given, strict=True)
     }
-    tactic.variant.kernel[launch.grid](**passed, **tactic.variant.constants)
-    return outputs
+    tactic.variant.kernel[launch.grid](**passed, **_constants(tactic))
+    return tuple(value.to(dtype) for value, dtype in zip(outputs, types, strict=True))
+
+
+def _constants(tactic: Tactic) -> dict[str, Any]:
+    """With pools of bf16 items taken for such of fp32."""
+    constants = dict(tactic.variant.constants)
+    for name in ("K_ITEMS_TYPE", "V_ITEMS_TYPE"):
+        if constants.get(name) == ADDRESSED["*bf16"]:
+            constants[name] = ADDRESSED["*fp32"]
+    return constants
 
 
 def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -99,5 +111,6 @@ def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _viewed(value: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same memory in the kernel's type."""
-    return value.contiguous().view(_KERNEL_TYPES[kind])
+    """The same memory in the kernel's type; numbers of bf16 in fp32."""
+    value = value.contiguous()
+    return value.float() if value.dtype is torch.bfloat16 else value.view(_KERNEL_TYPES[kind])

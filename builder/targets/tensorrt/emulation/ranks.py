@@ -13,6 +13,7 @@ from llmbuild.builder.shard.graphs import RankGraph
 from llmbuild.builder.targets.tensorrt.emulation.emulate import Emulated
 from llmbuild.builder.targets.tensorrt.emulation.network import Total
 from llmbuild.builder.targets.tensorrt.limits import HIDDEN
+from llmbuild.errors import InternalError
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -59,36 +60,45 @@ class _Sum:
     """What the ranks of a stage have together, of a value that each has a part of."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._turn, self._barrier = threading.Lock(), threading.Barrier(size)
+        self._size = self._running = size
+        self._turn = threading.Condition()
         self._parts: list[Any] = []
         self._sum: Any = None
+        self._num_sums = 0
 
     def run(self, ranks: Sequence[Callable[[], Arrays]]) -> list[Arrays]:
         """What each rank gives. Raises what the first that fails raises; the others end then."""
+        self._running, self._parts = self._size, []
         with ThreadPoolExecutor(len(ranks)) as pool:
             running = [pool.submit(self._in_turns, rank) for rank in ranks]
         errors = [error for each in running if (error := each.exception()) is not None]
-        causes = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
+        causes = [each for each in errors if not isinstance(each, _Abandoned)]
         if errors:
             raise (causes or errors)[0]
         return [each.result() for each in running]
 
     def total(self, part: Any) -> Any:
+        """Called by a rank in its turn, which others have until the sum is there."""
         self._parts.append(part)
+        number = self._num_sums
         if len(self._parts) == self._size:
             self._sum, self._parts = sum(self._parts[1:], self._parts[0]), []
-        self._turn.release()
-        try:
-            self._barrier.wait()
-        finally:
-            self._turn.acquire()
+            self._num_sums += 1
+            self._turn.notify_all()
+        while self._num_sums == number and self._running == self._size:
+            self._turn.wait()
+        if self._num_sums == number:
+            raise _Abandoned("the ranks of a stage add up a different number of times")
         return self._sum
 
     def _in_turns(self, run: Callable[[], Arrays]) -> Arrays:
         with self._turn:
             try:
                 return run()
-            except BaseException:
-                self._barrier.abort()
-                raise
+            finally:
+                self._running -= 1
+                self._turn.notify_all()
+
+
+class _Abandoned(InternalError):
+    """Of a rank that waited for another that had ended."""

@@ -2,7 +2,7 @@
 logits, for what families and quantisation schemes ask for besides."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -83,6 +83,22 @@ def test_channel_scales_of_the_kv_cache_are_taken(
     assert logits_error(model, dtypes) < 0.05
 
 
+@pytest.mark.parametrize(
+    ("asked", "kv_dtypes"),
+    [
+        ({}, ("bf16", "bf16")),
+        ({"scheme": "w4a16", "grid": MINIMA, "qk_norm": "head"}, ("int8", "int4")),
+        ({"scheme": "w8a8-dynamic", "grid": W8A16}, ("bf16", "int8")),
+    ],
+    ids=["unquantised", "w4a16", "w8a8"],
+)
+def test_activations_in_bf16_give_the_references_logits(
+    model_of: Callable[..., Model], asked: dict[str, Any], kv_dtypes: tuple[str, str]
+) -> None:
+    error = logits_error(model_of(**{**SIZES, **asked}), kv_dtypes, activations="bf16")
+    assert 0.0005 < error < 0.05  # rounded to 8 bits, and no more than that
+
+
 @pytest.mark.parametrize("sm", [80, 89])
 def test_fp8_is_kept_whether_the_gpu_converts_it_or_the_kernel(
     model_of: Callable[..., Model], sm: int
@@ -91,12 +107,17 @@ def test_fp8_is_kept_whether_the_gpu_converts_it_or_the_kernel(
     assert 0.002 < logits_error(model, ("fp8", "fp8"), sm) < 0.05
 
 
-def logits_error(model: Model, kv_dtypes: tuple[str, str], sm: int = 80) -> float:
+def logits_error(
+    model: Model,
+    kv_dtypes: tuple[str, str],
+    sm: int = 80,
+    activations: Literal["fp16", "bf16"] = "fp16",
+) -> float:
     """The largest, of the largest logit."""
     limits = paged_limits(model, *kv_dtypes, sm)
     sequences = Sequences(PROMPTS)
     batch = sequences.batch({0: 5, 1: 1})
-    emulated = emulate_paged(model.step, model.config, limits, "fp16", model.read)
+    emulated = emulate_paged(model.step, model.config, limits, activations, model.read)
     got = Network(model, limits, sequences.num_blocks, emulated).logits(batch)
     expected = Reference(model, limits, sequences.num_blocks).logits(batch)
     return float(np.abs(got - expected).max() / np.abs(expected).max())
