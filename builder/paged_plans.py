@@ -30,7 +30,7 @@ from llmbuild.cache import cache_root
 from llmbuild.errors import BuildError, EngineError
 from llmbuild.runtime.executors.paged_kv import PagedSteps
 from llmbuild.runtime.gpu import compute_capability
-from llmbuild.runtime.manifest import Manifest
+from llmbuild.runtime.manifest import KVLayer, KVLayout, Manifest
 from llmbuild.runtime.replay import VerificationSteps
 from llmbuild.runtime.target import TENSORRT, TensorrtTarget
 
@@ -69,7 +69,7 @@ class PagedPlans:
         limits = manifest.limits
         tokens = min(limits.max_step_tokens, _MOST_TOKENS)
         limits = msgspec.structs.replace(limits, max_step_tokens=tokens)
-        kv = manifest.kv.with_dtypes({"fp16": "fp32"})  # the reference has none
+        kv = _of_reference(manifest.kv)
         buckets = manifest.buckets[:_MOST_BUCKETS]
         batches, num_blocks = make_batches(limits, kv, manifest.vocab_size, buckets)
         return Script(kv, batches, num_blocks, batches, num_blocks)
@@ -149,3 +149,16 @@ def _capability(asked: tuple[str, ...]) -> str:
 def _sm(capability: str) -> int:
     """89 of 8.9."""
     return int(capability.replace(".", ""))
+
+
+def _of_reference(kv: KVLayout) -> KVLayout:
+    """The same with fp32 where the plan's has fp16."""
+
+    def wide(dtypes: list[str]) -> list[str]:
+        return ["fp32" if dtype == "fp16" else dtype for dtype in dtypes]
+
+    layers = [
+        KVLayer.of_heads(zip(wide(layer.k_dtypes), wide(layer.v_dtypes), strict=True))
+        for layer in kv.layers
+    ]
+    return msgspec.structs.replace(kv, layers=layers)

@@ -3,7 +3,7 @@ runtime that reads it. It alone is enough to plan memory and to call the executa
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated
@@ -135,18 +135,6 @@ class KVLayout(Record, frozen=True):
             head_dim=self.head_dim,
             layers=[KVLayer.of_heads(each) for each in dtypes],
         )
-
-    def with_dtypes(self, others: Mapping[str, str]) -> "KVLayout":
-        """The same with other dtypes in place of these."""
-
-        def changed(dtypes: list[str]) -> list[str]:
-            return [others.get(dtype, dtype) for dtype in dtypes]
-
-        layers = [
-            KVLayer.of_heads(zip(changed(each.k_dtypes), changed(each.v_dtypes), strict=True))
-            for each in self.layers
-        ]
-        return msgspec.structs.replace(self, layers=layers)
 
     @property
     def pool_bytes(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ from llmbuild.runtime import engine as engine_module
 from llmbuild.runtime.contradictions import pool_contradictions
 from llmbuild.runtime.engine import open_engine
 from llmbuild.runtime.inspect_cli import inspect
-from llmbuild.runtime.manifest import KVLayer, Manifest, read_manifest
+from llmbuild.runtime.manifest import KVLayer, Manifest, Span, read_manifest
 from llmbuild.runtime.replay import STEPS_FILE, load_steps
 from llmbuild.runtime.target import TensorrtTarget
 from llmbuild.verify_cli import verify_command
@@ -294,5 +294,6 @@ def test_a_manifest_whose_plan_has_other_pools_is_refused(compiled: Path) -> Non
     assert told == ["rank 0's plan has other pools than its layers: pool.0.v_scales"]
     mixed = KVLayer.of_heads([("fp16", "fp16"), ("int8", "int8")])
     kv = msgspec.structs.replace(manifest.kv, layers=[mixed])
-    told = pool_contradictions(msgspec.structs.replace(manifest, kv=kv))
+    ranks = [msgspec.structs.replace(rank, kv_heads=Span(first=0, count=2))]
+    told = pool_contradictions(msgspec.structs.replace(manifest, kv=kv, ranks=ranks))
     assert told == ["KV layer 0 of rank 0 has heads of several dtypes"]

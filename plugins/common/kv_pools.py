@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-_E4M3_LARGEST = 448.0
-
 
 @dataclass(frozen=True)
 class LayerPools:
@@ -86,8 +84,7 @@ def _int4(x: torch.Tensor) -> torch.Tensor:
 def _fp8(x: torch.Tensor) -> torch.Tensor:
     """The nearest number of E4M3, ties to even; beyond the largest that one, NaN for an
     infinity."""
-    numbers = x.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).float()
-    return torch.where(x.isfinite(), numbers, torch.nan)
+    return torch.where(x.isfinite(), x.to(torch.float8_e4m3fn).float(), torch.nan)
 
 
 ROUNDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

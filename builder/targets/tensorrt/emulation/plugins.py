@@ -1,6 +1,6 @@
 """Plugins in an emulated network: their kernels run in Triton's interpreter, launched as TensorRT
 would launch them. It can't multiply bf16, so kernels for that are given fp32 in its place, and what
-they give is rounded to bf16; K and V in bf16 stay fp32 in the pools."""
+they give is rounded to bf16."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,6 @@ import torch
 from llmbuild.builder.targets.tensorrt.emulation.module import TORCH_TYPES, DataType
 from llmbuild.builder.targets.tensorrt.emulation.tensors import Layer, Made, Tensor
 from llmbuild.errors import BuildError
-from llmbuild.plugins.common.tensorrt_kernels import ADDRESSED
 from llmbuild.plugins.common.tensorrt_plugin import (
     TENSOR_DTYPES,
     Plugin,
@@ -92,17 +91,8 @@ def run_plugin(
         name: _viewed(value, kinds[name]) if isinstance(value, torch.Tensor) else value
         for name, value in zip(names, given, strict=True)
     }
-    tactic.variant.kernel[launch.grid](**passed, **_constants(tactic))
+    tactic.variant.kernel[launch.grid](**passed, **tactic.variant.constants)
     return tuple(value.to(dtype) for value, dtype in zip(outputs, types, strict=True))
-
-
-def _constants(tactic: Tactic) -> dict[str, Any]:
-    """With pools of bf16 items taken for such of fp32."""
-    constants = dict(tactic.variant.constants)
-    for name in ("K_ITEMS_TYPE", "V_ITEMS_TYPE"):
-        if constants.get(name) == ADDRESSED["*bf16"]:
-            constants[name] = ADDRESSED["*fp32"]
-    return constants
 
 
 def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

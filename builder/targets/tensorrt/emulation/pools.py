@@ -9,11 +9,10 @@ from llmbuild.runtime.target import ALIGNMENT_BYTES
 
 
 class EmulatedPools:
-    """addresses: feeds of the inputs with the pools' addresses, valid as long as this lives. What
-    is bf16 is fp32 there (plugins.py says why)."""
+    """addresses: feeds of the inputs with the pools' addresses, valid as long as this lives."""
 
     def __init__(self, kv: KVLayout, num_blocks: int) -> None:
-        offsets, size = pool_offsets(kv.with_dtypes({"bf16": "fp32"}), num_blocks)
+        offsets, size = pool_offsets(kv, num_blocks)
         self._memory = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
         base = -(-self._memory.ctypes.data // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.addresses: dict[str, NDArray[np.int64]] = {

@@ -104,7 +104,7 @@ class Reference:
 
 
 class Network:
-    """An emulated network and its pools, full of numbers at first; bf16 is emulated in fp32."""
+    """An emulated network and its pools, full of numbers at first."""
 
     def __init__(self, model: Model, limits: PagedLimits, num_blocks: int, emulated: Emulated):
         config = model.config
@@ -113,7 +113,7 @@ class Network:
         self._emulated = emulated
         self._pools = [
             {
-                of: GpuPool.random("fp32" if dtypes[0] == "bf16" else dtypes[0], shape, rng)
+                of: GpuPool.random(dtypes[0], shape, rng)
                 for of, dtypes in (("k", layer.k_dtypes), ("v", layer.v_dtypes))
             }
             for layer in limits.kv.layers
