@@ -25,6 +25,7 @@ from llmbuild.runtime.executors.nccl import Communicator, unique_id
 from llmbuild.runtime.executors.open_plan import open_plan
 from llmbuild.runtime.executors.plan_executor import PlanExecutor
 from llmbuild.runtime.parallel.messages import Kind, StepMessage
+from llmbuild.runtime.parallel.peers import START_S
 from llmbuild.runtime.parallel.plan_worker import COMMAND, LARGEST, PlanSetup, largest_of
 from llmbuild.runtime.parallel.process import RankProcess
 from llmbuild.runtime.parallel.process_peers import ProcessPeers
@@ -59,7 +60,7 @@ def open_plan_ranks(engine: "Engine", num_blocks: int, timeout_s: float) -> "Pla
         def join() -> Communicator:
             peers.await_ready()
             peers.broadcast(Kind.JOIN)
-            peers.communicator = Communicator(of, num_ranks, 0)
+            peers.communicator = _met(of, num_ranks, max(START_S, timeout_s))
             return peers.communicator
 
         own = open_plan(engine, num_blocks, 0, join)
@@ -67,6 +68,27 @@ def open_plan_ranks(engine: "Engine", num_blocks: int, timeout_s: float) -> "Pla
         peers.wait_until_ready()
         opened.pop_all()
     return PlanRanks(own, peers)
+
+
+def _met(of: bytes, num_ranks: int, limit_s: float) -> Communicator:
+    """Rank 0's end of the communicator. NCCL waits for the others however long that takes, so it is
+    left waiting after `limit_s`. Raises EngineError."""
+    made: list[Communicator | EngineError] = []
+
+    def meet() -> None:
+        try:
+            made.append(Communicator(of, num_ranks, 0))
+        except EngineError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not made:
+        raise EngineError(f"the ranks didn't meet in NCCL within {limit_s:g} s")
+    if isinstance(made[0], EngineError):
+        raise made[0]
+    return made[0]
 
 
 class PlanPeers(ProcessPeers):

@@ -64,7 +64,10 @@ class StandInCommunicator:
     def __init__(self, machine: "Machine", of: bytes, num_ranks: int, rank: int) -> None:
         assert (of, num_ranks) == (b"id", TP)
         self.machine, self.rank = machine, rank
-        machine.joined.wait()  # as ncclCommInitRank does
+        try:
+            machine.joined.wait()  # as ncclCommInitRank does
+        except threading.BrokenBarrierError as error:
+            raise EngineError("nobody else came") from error
         machine.open_ends.add(rank)
 
     def abort(self) -> None:
@@ -270,6 +273,20 @@ def test_a_rank_that_can_not_open_its_plan_is_named(ranks: CompiledRanks, machin
     with pytest.raises(EngineError, match=r"^rank 1: .*engine\.plan can't be loaded"):
         open_executor(open_engine(ranks.root), 3)
     assert not machine.open_ends
+    assert machine.gpus[0].is_empty
+
+
+def test_ranks_that_do_not_meet_are_given_up(
+    ranks: CompiledRanks, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*arguments: Any) -> Any:
+        raise ConnectionError
+
+    monkeypatch.setattr(plan_worker, "Communicator", gone)
+    monkeypatch.setattr(plan_ranks, "START_S", 0.5)
+    with pytest.raises(EngineError, match=r"^the ranks didn't meet in NCCL within 0\.5 s"):
+        open_executor(open_engine(ranks.root), 3, rank_timeout_s=0.1)
+    machine.joined.abort()
     assert machine.gpus[0].is_empty
 
 
