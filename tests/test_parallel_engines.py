@@ -93,6 +93,7 @@ def test_every_division_gives_the_tokens_of_one(
     assert_same_tokens(compiled, kv_heads, tp, pp, *more)
 
 
+@pytest.mark.slow
 def test_no_token_beyond_the_vocabulary_is_ever_the_likeliest(
     hf_model: Callable[..., object], compile_engine: Callable[..., Path]
 ) -> None:

@@ -121,7 +121,8 @@ def test_a_kv_cache_in_fp8_has_no_scales_and_is_held_to_the_reference(
     assert pools == ["pool.0.k_items", "pool.0.v_items"]
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_ranks_have_plans_with_collectives_and_are_held_to_the_whole_model(
     stand_ins: StandInTensorRT,
     tmp_path: Path,

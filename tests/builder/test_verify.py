@@ -253,7 +253,7 @@ def test_code_that_crashes_fails_the_build_and_nothing_is_published(
     assert published(tmp_path) == []
 
 
-@pytest.mark.parametrize("worst", [0.02, float("nan")])
+@pytest.mark.parametrize("worst", [0.02, pytest.param(float("nan"), marks=pytest.mark.slow)])
 def test_what_rounding_does_not_explain_is_our_fault(
     tiny: Any,
     compile_engine: Callable[..., Path],

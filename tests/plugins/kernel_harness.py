@@ -34,13 +34,19 @@ void with_team(int threads, F f) {
 
 
 LEVELS = supported_levels()
-# For fixtures. The quick tests take AVX2 and the best level, which between them have all code that
-# is written for vectors; what is left compiles the same for others.
-QUICK_LEVELS = {LEVELS[0], "x86-64-v3"} & {*LEVELS} or {*LEVELS}
-EACH_LEVEL = [
-    level if level in QUICK_LEVELS else pytest.param(level, marks=pytest.mark.slow)
-    for level in LEVELS
-]
+
+
+def _with_quick(levels: set[str]) -> list[Any]:
+    return [
+        level if level in levels else pytest.param(level, marks=pytest.mark.slow)
+        for level in LEVELS
+    ]
+
+
+# For fixtures. The quick tests take the best level, and of what has code of its own for AVX2 that
+# as well; the rest compiles the same for others.
+EACH_LEVEL = _with_quick({LEVELS[0]})
+EACH_VECTOR_LEVEL = _with_quick({LEVELS[0], "x86-64-v3"})
 
 
 class Library:

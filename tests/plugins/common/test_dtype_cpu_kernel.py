@@ -1,7 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
+from kernel_harness import EACH_VECTOR_LEVEL, KernelCompiler, Library, bits
 
 SOURCE = """
 #include "common/dtype.h"
@@ -38,7 +38,7 @@ extern "C" void store_first_lanes(const float* from, float* to, int count) {
 """
 
 
-@pytest.fixture(scope="module", params=EACH_LEVEL)
+@pytest.fixture(scope="module", params=EACH_VECTOR_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

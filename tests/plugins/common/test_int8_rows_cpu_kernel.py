@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from int8_rows import encode, quantise, quantise_static
-from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
+from kernel_harness import EACH_VECTOR_LEVEL, KernelCompiler, Library, bits
 
 # (K, A)
 SHAPES = [(32, 32), (96, 96), (160, 32), (192, 64), (576, 64), (576, 576)]
@@ -29,7 +29,7 @@ extern "C" void static_{k}_{a}(int threads, const float* x, uint8_t* y, int rows
 )
 
 
-@pytest.fixture(params=EACH_LEVEL)
+@pytest.fixture(params=EACH_VECTOR_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_harness import EACH_LEVEL, KernelCompiler, Library, bits
+from kernel_harness import EACH_VECTOR_LEVEL, KernelCompiler, Library, bits
 
 FUNCTIONS = ("sigmoid", "tanh", "erf", "absolute")
 
@@ -15,7 +15,7 @@ extern "C" void {name}_of(const float* from, float* to, int count) {{
 )
 
 
-@pytest.fixture(scope="module", params=EACH_LEVEL)
+@pytest.fixture(scope="module", params=EACH_VECTOR_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from int8_rows import encode, quantise
-from kernel_harness import EACH_LEVEL, LEVELS, KernelCompiler, Library, bits
+from kernel_harness import EACH_VECTOR_LEVEL, LEVELS, KernelCompiler, Library, bits
 
 from llmbuild.builder.targets.cpu.pack_quantised import pack_quantised
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
@@ -79,7 +79,7 @@ extern "C" void fp32_{c.name}(int threads, const float* x, const uint8_t* w, con
 )
 
 
-@pytest.fixture(params=EACH_LEVEL)
+@pytest.fixture(params=EACH_VECTOR_LEVEL)
 def library(request: pytest.FixtureRequest, compiler: KernelCompiler) -> Library:
     return compiler.library(SOURCE, request.param)
 

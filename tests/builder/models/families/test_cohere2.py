@@ -76,6 +76,7 @@ def test_cohere2_decoder_equals_transformers(
     assert_decoder_matches(hf_model("cohere2", **(SHORT | VARIANTS[variant])))
 
 
+@pytest.mark.slow
 def test_cohere2_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

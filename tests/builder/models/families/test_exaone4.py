@@ -78,6 +78,7 @@ def test_decoder_equals_transformers(
     assert_decoder_matches(hf_model("exaone4", **SIZES | overrides))
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers_with_windows_and_layers_without_rope(
     hf_model: Callable[..., Any], assert_engine_matches: Check
 ) -> None:

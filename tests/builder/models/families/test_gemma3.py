@@ -110,6 +110,7 @@ def test_gemma3_decoder_equals_transformers(
     assert_decoder_matches(hf_model("gemma3_text", **(SHORT | VARIANTS[variant])))
 
 
+@pytest.mark.slow
 def test_gemma3_engine_equals_transformers(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

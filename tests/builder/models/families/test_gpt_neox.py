@@ -106,6 +106,7 @@ def test_old_spellings_and_stored_masks_make_the_same_model(
     assert_decoder_matches(saved)
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers_with_parallel_residuals(
     hf_model: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

@@ -82,6 +82,7 @@ def test_decoder_equals_transformers(
     assert_decoder_matches(olmoe(**overrides))
 
 
+@pytest.mark.slow
 def test_engine_equals_transformers(
     olmoe: Callable[..., Any], assert_engine_matches: Callable[..., None]
 ) -> None:

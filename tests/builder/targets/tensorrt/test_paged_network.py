@@ -149,13 +149,6 @@ def test_what_no_plugin_can_do_is_refused_by_name(
         lowered(model_of(**overrides))
 
 
-def test_bf16_activations_are_not_emulated(model_of: Callable[..., Model]) -> None:
-    model = model_of()
-    limits = paged_limits(model, "bf16", "bf16")
-    with pytest.raises(BuildError, match="can't round to bf16"):
-        emulate_paged(model.step, model.config, limits, "bf16", model.read)
-
-
 def test_heads_of_several_kv_dtypes_are_refused(model_of: Callable[..., Model]) -> None:
     model = model_of()
     limits = paged_limits(model, "fp16", "fp16")
