@@ -22,15 +22,27 @@ from llmbuild.runtime.executors.plan_memory import E, PlanMemory
 
 class PlanExecutor(ABC, Generic[E]):
     """A rank's plan on a GPU with its KV cache; one step at a time. Logits are those of the rank's
-    tokens. join: of a rank that shares layers with others, gives its end of the communicator when
-    all else is there."""
+    tokens. num_blocks: of the KV cache, the scratch block included. join: of a rank that shares
+    layers with others, gives its end of the communicator when all else is there."""
 
     _memory: PlanMemory[E]
 
-    def __init__(self, engine: Engine, rank: int, join: Callable[[], Communicator] | None) -> None:
-        """Takes nothing yet."""
+    def __init__(
+        self,
+        engine: Engine,
+        num_blocks: int,
+        rank: int = 0,
+        join: Callable[[], Communicator] | None = None,
+    ) -> None:
+        """Raises EngineError where the plan or memory can't be had."""
         self._engine, self._rank = engine, engine.manifest.ranks[rank]
-        self._device, self._join = rank, join
+        self._num_blocks, self._device, self._join = num_blocks, rank, join
+        self._prepare()
+        self._open()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """What is needed before anything is taken."""
 
     def _open(self) -> None:
         """Take all that is needed. Raises EngineError where the plan or memory can't be had."""

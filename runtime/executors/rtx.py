@@ -1,14 +1,11 @@
 """Runs an engine of the tensorrt-rtx target on a GPU."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from llmbuild.cache import cache_root
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.executors.linear_kv import LinearSlots, SlotExecution
-from llmbuild.runtime.executors.nccl import Communicator
 from llmbuild.runtime.executors.plan_executor import PlanExecutor
 from llmbuild.runtime.executors.rtx_memory import SlotMemory
 from llmbuild.runtime.executors.rtx_plan import RtxPlan
@@ -18,20 +15,11 @@ class RtxExecutor(PlanExecutor[SlotExecution]):
     """num_blocks: slots for sequences, and the scratch block, which takes no memory here: padding
     is left out of what is run, and has logits of 0."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        num_blocks: int,
-        rank: int = 0,
-        join: Callable[[], Communicator] | None = None,
-    ) -> None:
-        """Raises EngineError where the plan or memory can't be had."""
-        super().__init__(engine, rank, join)
-        self._num_slots = num_blocks - 1
-        self._open()
-        limits = engine.manifest.limits
+    def _prepare(self) -> None:
+        limits, buckets = self._engine.manifest.limits, self._engine.manifest.buckets
+        self._num_slots = self._num_blocks - 1
         self._slots = LinearSlots(
-            *(self._num_slots, limits.max_sequence_length, engine.manifest.buckets),
+            *(self._num_slots, limits.max_sequence_length, buckets),
             limits.max_sequences,
         )
 

@@ -1,13 +1,9 @@
 """Runs an engine of the tensorrt target on a GPU. Untried: it has met nothing but stand-ins for
 TensorRT and CUDA."""
 
-from collections.abc import Callable
-
 from llmbuild.runtime.batch import StepBatch
-from llmbuild.runtime.engine import Engine
 from llmbuild.runtime.executors.cuda import Cuda
 from llmbuild.runtime.executors.execution import Execution
-from llmbuild.runtime.executors.nccl import Communicator
 from llmbuild.runtime.executors.paged_kv import PagedSteps
 from llmbuild.runtime.executors.paged_memory import PoolMemory
 from llmbuild.runtime.executors.plan_executor import PlanExecutor
@@ -18,22 +14,12 @@ from llmbuild.runtime.gpu import load_tensorrt
 class TensorrtExecutor(PlanExecutor[Execution]):
     """num_blocks: of every pool, the scratch block included."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        num_blocks: int,
-        rank: int = 0,
-        join: Callable[[], Communicator] | None = None,
-    ) -> None:
-        """Raises EngineError where the plan or memory can't be had."""
-        super().__init__(engine, rank, join)
-        manifest, limits = engine.manifest, engine.manifest.limits
-        self._num_blocks = num_blocks
+    def _prepare(self) -> None:
+        manifest, limits = self._engine.manifest, self._engine.manifest.limits
         blocks = -(-limits.max_sequence_length // manifest.kv.block_size)
         self._steps = PagedSteps(
             limits.max_step_tokens, limits.max_sequences, blocks, manifest.buckets
         )
-        self._open()
 
     def _make_plan(self, cuda: Cuda) -> TensorrtPlan:
         path = self._engine.root / self._rank.executables[self._engine.variant]
