@@ -353,10 +353,28 @@ def _moe(s: Shape, batch: Batch) -> Iterator[Case]:
     yield Case("moe_sort", what, batch, sort, Work(0, 12 * slots + 4 * (e + 1)))
     gather = f"moe_gather<{h}, {h}>(worker, d.a, d.rows_of, d.b, d.slots)"
     yield Case("moe_gather", f"{h}", batch, gather, Work(0, 4 * (r + slots) * h))
-    linear = f"moe_linear<bf16, {e}, {n}, {h}>(worker, d.a, d.at<bf16>(), nullptr, d.starts, d.b)"
+    linear = f"moe_linear<bf16, {e}, {n}, {h}>(worker, d.a, d.at<bf16>(), d.starts, d.b)"
     expert_bytes = 2 * -(-n // 16) * 16 * h
     work = Work(min(e, slots) * expert_bytes, 4 * slots * (n + h), 2 * slots * n * h)
     yield Case("moe_linear", f"{n}x{h} {what} bf16", batch, linear, work, e * expert_bytes)
+    yield from _quantised_experts(n, h, batch)
     combine = f"moe_combine<{h}, {k}, {h}>(worker, d.a, d.slot_of, d.c, d.b, d.rows)"
     warm = 4 * (slots + r) * h + 8 * slots
     yield Case("moe_combine", f"{h}", batch, combine, Work(0, warm, 2 * slots * h))
+
+
+def _quantised_experts(n: int, h: int, batch: Batch) -> Iterator[Case]:
+    """Linears of EXPERTS experts with fp32 activations, and with int8 ones."""
+    slots, x = TOP_K * batch.rows, "reinterpret_cast<const uint8_t*>(d.a)"
+    for grid in GRIDS:
+        what = f"{n}x{h} {TOP_K} of {EXPERTS} {grid.describe()}"
+        shape, group = f"{_template(grid, h)}, {EXPERTS}, {n}, {h}", activation_group(grid, h)
+        expert_bytes, operations = quantised_bytes(grid, n, h), 2 * slots * n * h
+        cold_bytes = min(EXPERTS, slots) * expert_bytes
+        code = f"moe_dequantised_linear<{shape}>(worker, d.a, d.cold, d.starts, d.b)"
+        work = Work(cold_bytes, 4 * slots * (n + h), operations)
+        yield Case("moe_dequantised_linear", what, batch, code, work, EXPERTS * expert_bytes)
+        code = f"moe_int8_linear<{shape}, {group}>(worker, {x}, d.cold, d.starts, d.b)"
+        warm_bytes = slots * (_int8_row_bytes(h, group) + 4 * n)
+        work = Work(cold_bytes, warm_bytes, int8_operations=operations)
+        yield Case("moe_int8_linear", what, batch, code, work, EXPERTS * expert_bytes)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from llmbuild.builder.graph.passes.rewrite import nodes_of, users
+from llmbuild.builder.graph.passes.rewrite import linears_of, nodes_of, users
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD
 from llmbuild.builder.models.config import DecoderConfig
@@ -133,7 +133,7 @@ def _rule(match: str, choice: Precisions) -> Rule:
 
 
 def _linear_weights(step: StepGraph) -> Iterator[str]:
-    for node in nodes_of(step.graph, "linear"):
+    for node in linears_of(step.graph):
         if all(user.op_type != "moe_route" for user in users(node.outputs[0])):
             yield _weight_name(node, 1)
 

@@ -7,7 +7,14 @@ from llmbuild.plugins.gated_activation.op import activation, gated_activation
 from llmbuild.plugins.gather_rows.op import gather_quantised_rows, gather_rows
 from llmbuild.plugins.layer_norm.op import layer_norm
 from llmbuild.plugins.linear.op import linear, quantised_linear
-from llmbuild.plugins.moe.op import moe_experts, moe_route
+from llmbuild.plugins.moe.op import (
+    moe_combine,
+    moe_gather,
+    moe_linear,
+    moe_route,
+    moe_sort,
+    quantised_moe_linear,
+)
 from llmbuild.plugins.paged_attention.op import paged_attention
 from llmbuild.plugins.rms_norm.op import add_rms_norm, rms_norm
 from llmbuild.plugins.rope_kv_write.op import kv_write, rope_kv_write, rotary
@@ -39,7 +46,11 @@ PLUGINS: dict[str, torch._library.custom_ops.CustomOpDef] = {
         activation,
         gated_activation,
         moe_route,
-        moe_experts,
+        moe_sort,
+        moe_gather,
+        moe_linear,
+        quantised_moe_linear,
+        moe_combine,
         all_reduce,
     )
 }

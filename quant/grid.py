@@ -12,6 +12,7 @@ GROUP_UNIT = 32  # a group is so many columns, or a multiple of it
 FP8_LARGEST = 448.0
 
 Scales = NDArray[np.float16 | np.float32]
+Rows = NDArray[np.intp] | slice | tuple[slice | int, ...]  # of an array, by its first axes
 
 _PART_ITEMS = 1 << 20
 
@@ -80,7 +81,7 @@ class QuantisedMatrix:
 
     codes: uint8 [rows, columns], from 0 to 2^bits - 1, or the bytes of FP8 numbers. scales, in the
     grid's dtype, and minima where the grid has them: [rows, groups]. zeros, where the grid has zero
-    points: uint8 [rows, groups], codes.
+    points: uint8 [rows, groups], codes. All have one axis more, the first, in a stack of matrices.
     """
 
     grid: WeightGrid
@@ -91,7 +92,7 @@ class QuantisedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
+        """Rows and columns, after the number of matrices of a stack."""
         return self.codes.shape
 
     @property
@@ -111,9 +112,10 @@ class QuantisedMatrix:
         return self.codes.view(float8_e4m3fn) if self.grid.is_fp8 else self.codes
 
     def dequantised(self) -> NDArray[np.float32]:
-        """The values, float32 [rows, columns]."""
-        width = self.grid.columns_of(self.codes.shape[1])
-        grouped = self.typed_codes.reshape(len(self.codes), -1, width).astype(np.float32)
+        """The values, float32, of the codes' shape."""
+        *rows, columns = self.shape
+        width = self.grid.columns_of(columns)
+        grouped = self.typed_codes.reshape(*rows, -1, width).astype(np.float32)
         if self.zeros is not None:
             grouped -= self.zeros.astype(np.float32)[..., None]
         elif self.minima is None:
@@ -124,8 +126,9 @@ class QuantisedMatrix:
             grouped += self.minima.astype(np.float32)[..., None]
         return grouped.reshape(self.codes.shape)
 
-    def take_rows(self, rows: NDArray[np.intp] | slice) -> "QuantisedMatrix":
-        """Some rows, in the order given."""
+    def take_rows(self, rows: Rows) -> "QuantisedMatrix":
+        """Some rows, in the order given; of a stack, some matrices, and with another index the same
+        rows of each."""
         minima = None if self.minima is None else self.minima[rows]
         zeros = None if self.zeros is None else self.zeros[rows]
         return QuantisedMatrix(self.grid, self.codes[rows], self.scales[rows], minima, zeros)
@@ -137,9 +140,9 @@ class QuantisedMatrix:
         if self.grid.group_size:
             assert begin % self.grid.group_size == end % self.grid.group_size == 0
             groups = slice(begin // self.grid.group_size, end // self.grid.group_size)
-        minima = None if self.minima is None else self.minima[:, groups]
-        zeros = None if self.zeros is None else self.zeros[:, groups]
-        codes, scales = self.codes[:, begin:end], self.scales[:, groups]
+        minima = None if self.minima is None else self.minima[..., groups]
+        zeros = None if self.zeros is None else self.zeros[..., groups]
+        codes, scales = self.codes[..., begin:end], self.scales[..., groups]
         return QuantisedMatrix(self.grid, codes, scales, minima, zeros)
 
 
@@ -160,14 +163,14 @@ def join_rows(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
 
 def empty_matrix(grid: WeightGrid, shape: tuple[int, ...]) -> QuantisedMatrix:
     """A matrix to be filled."""
-    rows, columns = shape
-    groups = columns // grid.columns_of(columns)
+    *rows, columns = shape
+    groups = (*rows, columns // grid.columns_of(columns))
     return QuantisedMatrix(
         grid,
-        np.empty((rows, columns), np.uint8),
-        np.empty((rows, groups), grid.scale_dtype),
-        np.empty((rows, groups), np.float16) if grid.has_minima else None,
-        np.empty((rows, groups), np.uint8) if grid.zero_points else None,
+        np.empty(shape, np.uint8),
+        np.empty(groups, grid.scale_dtype),
+        np.empty(groups, np.float16) if grid.has_minima else None,
+        np.empty(groups, np.uint8) if grid.zero_points else None,
     )
 
 

@@ -34,8 +34,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix that may be quantised. stored: the grid that the checkpoint keeps it on, if any.
-    is_table: no linear reads it, so only codes that are stored are worth keeping."""
+    """A matrix, or a stack of experts', that may be quantised. stored: the grid that the checkpoint
+    keeps it on, if any. is_table: no linear reads it, so only stored codes are worth keeping."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,13 +87,13 @@ def make_plan(
         grid = None if rule is None else _grid(rule, each)
         if rule is None or rule.scheme is None or grid is None:
             continue
-        if not grid.fits(each.shape[1]):
+        if not grid.fits(each.shape[-1]):
             misfits.append(_misfit(grid, each))
             continue
         weights[each.name] = grid
         if rule.scheme.rounds_activations:
             widest = None if grid.is_fp8 else widest_activation_group
-            activation_groups[each.name] = activation_group(grid, each.shape[1], widest)
+            activation_groups[each.name] = activation_group(grid, each.shape[-1], widest)
         if rule.method != "rtn" and grid != each.stored:  # what is stored is kept as it is
             methods[each.name] = rule.method
         if rule.scheme.static_activations:
@@ -152,7 +152,7 @@ def _may_change(rule: Rule, candidate: Candidate, takes_stored: bool) -> bool:
 
 
 def _misfit(grid: WeightGrid, candidate: Candidate) -> str:
-    columns = candidate.shape[1]
+    columns = candidate.shape[-1]
     sizes = [n for n in range(GROUP_UNIT, columns + 1, GROUP_UNIT) if columns % n == 0]
     none = f"{GROUP_UNIT} doesn't divide; give it the scheme none"
     legal = f"allow group sizes {', '.join(map(str, sizes))}" if sizes else none

@@ -194,9 +194,10 @@ def _view(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
     """A slice of each axis; axes that aren't given stay whole."""
     if not isinstance(tensor, QuantisedMatrix):
         return tensor[index]
-    rows, *columns = index
-    matrix = tensor.take_rows(rows)
-    return matrix.take_columns(columns[0].start, columns[0].stop) if columns else matrix
+    if len(index) < len(tensor.shape):
+        return tensor.take_rows(index)
+    *rows, columns = index
+    return tensor.take_rows(tuple(rows)).take_columns(columns.start, columns.stop)
 
 
 def _copy(source: Tensor, target: Tensor, parts: Sequence[Ranges]) -> None:

@@ -10,7 +10,7 @@ _SMALLEST_SCALE = np.finfo(np.float32).smallest_normal  # whose reciprocal fp32 
 
 
 def round_to_nearest(values: NDArray[np.generic], grid: WeightGrid) -> QuantisedMatrix:
-    """values: [rows, columns] of any float type, columns as the grid needs.
+    """values: [rows, columns] of any float type, columns as the grid needs; or a stack of such.
 
     A symmetric group's scale is its largest magnitude over the largest code; an asymmetric one
     spans from its least value to its greatest, zero included. Scales are rounded to the grid's
@@ -18,13 +18,15 @@ def round_to_nearest(values: NDArray[np.generic], grid: WeightGrid) -> Quantised
     a NaN or an infinity, or too large for float16, has a scale or a minimum that isn't finite.
     """
     assert not grid.zero_points, "only checkpoints bring whole zero points"
-    matrix = empty_matrix(grid, values.shape)
-    groups = matrix.scales.shape[1]
-    for part in row_parts(values.shape):
-        grouped = values[part].astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            _round(grouped.reshape(len(grouped), groups, -1), matrix.take_rows(part))
-    return matrix
+    whole = empty_matrix(grid, values.shape)
+    for index in np.ndindex(values.shape[:-2]):
+        matrix, rows = whole.take_rows(index), values[index]
+        for part in row_parts(rows.shape):
+            grouped = rows[part].astype(np.float32)
+            shape = (len(grouped), matrix.scales.shape[1], -1)
+            with np.errstate(over="ignore", invalid="ignore"):
+                _round(grouped.reshape(shape), matrix.take_rows(part))
+    return whole
 
 
 def _round(grouped: NDArray[np.float32], out: QuantisedMatrix) -> None:

@@ -55,7 +55,8 @@ def distil(
     model as it was and as it is rounded. tokens: [sequences, length], gone through in an order that
     follows from the seed.
     """
-    trained = {name: TrainedMatrix(_stored(store, name), _RATES) for name in plan.methods}
+    names = _trained_names(step, plan)
+    trained = {name: TrainedMatrix(_stored(store, name), _RATES) for name in names}
     teacher = Side(step, config, functools.cache(read_model), linear_matrices(step, read_model), {})
     others = linear_matrices(step, read_rounded, without=trained)
     activations = _activations(plan, store)
@@ -76,7 +77,7 @@ def needed_bytes(
     step: StepGraph, config: DecoderConfig, plan: QuantPlan, batch: int, length: int
 ) -> int:
     """About what training holds beyond the base, for `batch` sequences of this length a step."""
-    weights = sum(math.prod(step.weights[name].shape) for name in plan.methods)
+    weights = sum(math.prod(step.weights[name].shape) for name in _trained_names(step, plan))
     threads = torch.get_num_threads()
     of_sequence = length * config.vocab_size
     logits = min(max(_LOGITS_AT_ONCE, of_sequence), batch * of_sequence)
@@ -95,6 +96,11 @@ def kl_gradients(
         for name, gradient in gradients.items():
             total[name] += gradient
     return sum(loss for loss, _ in shares), total
+
+
+def _trained_names(step: StepGraph, plan: QuantPlan) -> list[str]:
+    """What calibrated methods rounded, but for experts, of which a batch reaches few."""
+    return [name for name in plan.methods if len(step.weights[name].shape) == 2]
 
 
 def _move(

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools, pools_of
 from llmbuild.builder.graph.passes.kv_scales import place_kv_scales
+from llmbuild.builder.graph.passes.rewrite import LINEARS
 from llmbuild.builder.graph.reference import Values, running
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.plugins.common.kv_pools import LayerPools, bind_kv_pools
 from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.moe.op import moe_linear
 from llmbuild.quant.evaluation.likelihood import mean_kl
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.runtime.batch import StepBatch
@@ -93,15 +95,21 @@ class WeightChange:
         for value in node.inputs:
             if value is not None and value.name in self.plan.weights and value not in values:
                 values[value] = self._tensor(value)
-        if node.op_type != "linear":
+        if node.op_type not in LINEARS:
             return
         x, weight, *rest = node.inputs
         assert x is not None
         assert weight is not None
         group = self.plan.activation_groups.get(str(weight.name))
-        if group is not None:
+        if group is None:
+            return
+        rounded = round_to_int8(values[x], group)
+        if node.op_type == "moe_linear":
+            (starts,) = rest
+            assert starts is not None
+            values[node.outputs[0]] = moe_linear(rounded, values[weight], values[starts])
+        else:
             bias = self._tensor(rest[0]) if rest and rest[0] is not None else None
-            rounded = round_to_int8(values[x], group)
             values[node.outputs[0]] = torch.nn.functional.linear(rounded, values[weight], bias)
 
     def _tensor(self, value: ir.Value) -> torch.Tensor:

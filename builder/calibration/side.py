@@ -14,6 +14,7 @@ from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.plugins.common.kv_pools import bind_kv_pools
 from llmbuild.plugins.common.quantised import round_to_int8
+from llmbuild.plugins.moe.op import moe_linear
 from llmbuild.plugins.registry import DOMAIN
 
 Read = Callable[[str], NDArray[np.generic]]
@@ -45,6 +46,14 @@ class Side:
                         half = (source, self._rounded(name, values[source]).bfloat16())
                     y = torch.nn.functional.linear(half[1], self.matrices[name]).float()
                     values[node.outputs[0]] = self._with_bias(y, rest)
+                elif node.op_type == "moe_linear" and self.activations:
+                    source, weight, starts = node.inputs
+                    assert source is not None
+                    assert weight is not None
+                    assert starts is not None
+                    rounded = self._rounded(str(weight.name), values[source])
+                    experts = self._tensor(str(weight.name))
+                    values[node.outputs[0]] = moe_linear._init_fn(rounded, experts, values[starts])
                 last = values
         return last[self.step.graph.outputs[0]]
 
@@ -60,7 +69,10 @@ class Side:
     def _with_bias(self, y: torch.Tensor, bias: list[ir.Value | None]) -> torch.Tensor:
         if not bias or bias[0] is None:
             return y
-        return y + torch.from_numpy(self.read(str(bias[0].name)).astype(np.float32))
+        return y + self._tensor(str(bias[0].name))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(self.read(name).astype(np.float32, copy=False))
 
 
 def linear_matrices(

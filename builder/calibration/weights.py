@@ -3,11 +3,13 @@
 The calibration tokens go through the step graph in torch, node by node. Before a linear runs, its
 weights are rounded, with their inputs at hand; what it then gives its followers is what the engine
 will give them. So each matrix makes up for what was lost before it, and no more of the model is
-held at a time than one matrix and the activations.
+held at a time than one matrix and the activations. Experts have moments of their own slots.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +21,7 @@ from llmbuild.builder.calibration.folding import input_scale_of
 from llmbuild.builder.calibration.store import ACTIVATION_SCALES, Matrix, TensorStore
 from llmbuild.builder.calibration.threads import one_thread
 from llmbuild.builder.graph.materialise import check_values
-from llmbuild.builder.graph.passes.rewrite import users
+from llmbuild.builder.graph.passes.rewrite import LINEARS, made_by, users
 from llmbuild.builder.graph.reference import Values, running
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.models.config import DecoderConfig
@@ -29,9 +31,10 @@ from llmbuild.plugins.registry import DOMAIN
 from llmbuild.quant.awq import search_stretch
 from llmbuild.quant.clipping import round_clipped
 from llmbuild.quant.gptq import gptq
-from llmbuild.quant.grid import QuantisedMatrix, row_parts
+from llmbuild.quant.grid import QuantisedMatrix, empty_matrix, row_parts
 from llmbuild.quant.moments import input_moments
 from llmbuild.quant.plan import QuantPlan
+from llmbuild.quant.reader import open_rows
 from llmbuild.quant.rtn import round_to_nearest
 from llmbuild.quant.smoothquant import activation_numbers, activation_scales, search_smoothing
 
@@ -61,11 +64,11 @@ def calibrate_weights(
     pools = fp32_pools(config, tokens.shape)
     with bind_kv_pools(pools), torch.no_grad():
         for node, values in running(step, walk.read_floats, calibration_batch(tokens)):
-            if (node.domain, node.op_type) != (DOMAIN, "linear"):
+            if node.domain != DOMAIN or node.op_type not in LINEARS:
                 continue
             name = walk.prepare(node, values)
             left.discard(name)
-            advance(int(np.prod(step.weights[name].shape)))
+            advance(math.prod(step.weights[name].shape))
             if not left:  # before the last one's products, the logits, are made for nothing
                 break
             walk.multiply(node, values)
@@ -110,14 +113,20 @@ class _Walk:
         if name in self._plan.static - self._scaled:
             self._find_scales(source, self._inputs)
         if name in self._plan.methods:
-            self._round(name, self._inputs)
+            if node.op_type == "linear":
+                self._round(name, self._inputs)
+            else:
+                self._round_experts(node, values, self._inputs)
         return name
 
     def multiply(self, node: ir.Node, values: Values) -> None:
         """Compute what the linear gives in the engine."""
         _, name = _operands(node)
-        bias = node.inputs[2] if len(node.inputs) > 2 else None
         x = self._inputs.rounded(self._rounding(name))
+        if node.op_type == "moe_linear":
+            values[node.outputs[0]] = self._multiply_experts(name, x, _runs(node, values))
+            return
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
         rows, offset = self._values(name), None if bias is None else self._values(str(bias.name))
         values[node.outputs[0]] = torch.nn.functional.linear(x, rows, offset)
 
@@ -167,8 +176,7 @@ class _Walk:
     def _find_scales(self, source: ir.Value, inputs: "_Inputs") -> None:
         """Static scales of an input, the same for all that read it and round it alike."""
         names = [name for name in _readers(source) if name in self._plan.static]
-        squares = [self._values(name).double().square().sum(0) for name in names]
-        importance = torch.stack(squares).sum(0)
+        importance = torch.stack([self._column_squares(name) for name in names]).sum(0)
         importance = (importance / importance.max().clamp(min=1e-300)).float()
         self._scaled.update(names)
         for rounding in dict.fromkeys(map(self._rounding, names)):
@@ -180,16 +188,71 @@ class _Walk:
                     self._store.put(f"{name}.{ACTIVATION_SCALES}", scales)
 
     def _round(self, name: str, inputs: "_Inputs") -> None:
-        grid, method = self._plan.weights[name], self._plan.methods[name]
         values, moments = self.read_floats(name), inputs.moments(self._rounding(name))
         with one_thread():
-            if method == "gptq":
-                matrix = gptq(values, moments, grid)
-            elif method == "awq":
-                matrix = round_clipped(values, grid, moments.diagonal())
-            else:
-                matrix = round_to_nearest(values, grid)
-            self._store.put(name, matrix, loss=_relative_loss(values, matrix, moments))
+            matrix = self._rounded(name, values, moments)
+            lost, total = _squares(values, matrix, moments)
+        self._store.put(name, matrix, loss=lost / total if total > 0 else 0.0)
+
+    def _round_experts(self, node: ir.Node, values: Values, inputs: "_Inputs") -> None:
+        """Each expert for its own slots. Where all read tokens as they are, one that few have
+        chosen borrows from the others: as many of all slots as there are columns."""
+        source, name = _operands(node)
+        x, shape = inputs.rounded(self._rounding(name)), self._step.weights[name].shape
+        borrowed = shape[-1] if made_by(source, "moe_gather") else 0
+        others = input_moments(x) if borrowed else torch.zeros(1)
+        lost = total = 0.0
+        stack = empty_matrix(self._plan.weights[name], shape)
+        for expert, run in enumerate(_runs(node, values)):
+            length = run.stop - run.start
+            own = input_moments(x[run]) * length if length else 0
+            moments = (others * borrowed + own) / max(1, borrowed + length)
+            weights = self._expert(name, expert)
+            with one_thread():
+                matrix = self._rounded(name, weights, moments)
+                squares = _squares(weights, matrix, moments)
+            for whole, part in zip(stack.take_rows((expert,)).arrays, matrix.arrays, strict=True):
+                whole[...] = part
+            lost, total = lost + squares[0] * length, total + squares[1] * length
+        self._store.put(name, stack, loss=lost / total if total > 0 else 0.0)
+
+    def _rounded(
+        self, name: str, values: NDArray[np.generic], moments: torch.Tensor
+    ) -> QuantisedMatrix:
+        """A matrix by the method that the plan has for it."""
+        grid, method = self._plan.weights[name], self._plan.methods[name]
+        if method == "gptq":
+            return gptq(values, moments, grid)
+        if method == "awq":
+            return round_clipped(values, grid, moments.diagonal())
+        return round_to_nearest(values, grid)
+
+    def _multiply_experts(self, name: str, x: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+        """What every slot gets of its expert, whose weights alone are held."""
+        y = torch.empty(len(x), self._step.weights[name].shape[1])
+        for expert, run in enumerate(runs):
+            if run.start < run.stop:
+                weights = self._expert(name, expert).astype(np.float32, copy=False)
+                torch.matmul(x[run], torch.from_numpy(weights).T, out=y[run])
+        return y
+
+    def _expert(self, name: str, expert: int) -> NDArray[np.generic]:
+        """The values of one of a stack, as the engine will have them."""
+        matrix = self._store.get(name, (expert, expert + 1))
+        if matrix is None:
+            _, rows = open_rows(name, self._read)
+            matrix = rows(expert, expert + 1)
+        values = matrix.dequantised() if isinstance(matrix, QuantisedMatrix) else matrix
+        check_values(f"expert {expert} of {name}", values)
+        return values[0]
+
+    def _column_squares(self, name: str) -> torch.Tensor:
+        """Of the sums over rows, fp64 [columns]."""
+        shape = self._step.weights[name].shape
+        if len(shape) == 2:
+            return self._values(name).double().square().sum(0)
+        experts = (torch.from_numpy(self._expert(name, each)) for each in range(shape[0]))
+        return sum((each.double().square().sum(0) for each in experts), torch.zeros(shape[-1]))
 
 
 def _operands(linear: ir.Node) -> tuple[ir.Value, str]:
@@ -202,7 +265,14 @@ def _operands(linear: ir.Node) -> tuple[ir.Value, str]:
 
 def _readers(source: ir.Value) -> list[str]:
     """Weights of the linears that read a value."""
-    return [_operands(node)[1] for node in users(source) if node.op_type == "linear"]
+    return [_operands(node)[1] for node in users(source) if node.op_type in LINEARS]
+
+
+def _runs(node: ir.Node, values: Values) -> list[slice]:
+    """The slots of each expert."""
+    starts = node.inputs[2]
+    assert starts is not None
+    return [slice(begin, end) for begin, end in pairwise(values[starts].tolist())]
 
 
 class _Inputs:
@@ -230,14 +300,14 @@ class _Inputs:
         return self._moments[1]
 
 
-def _relative_loss(
+def _squares(
     values: NDArray[np.generic], matrix: QuantisedMatrix, moments: torch.Tensor
-) -> float:
-    """Squared error of the matrix's products with inputs of these moments, relative to theirs."""
+) -> tuple[float, float]:
+    """Squared error of the matrix's products with inputs of these moments, and their square."""
     lost = total = 0.0
     for part in row_parts(values.shape):
         exact = torch.from_numpy(values[part].astype(np.float32))
         error = torch.from_numpy(matrix.take_rows(part).dequantised()) - exact
         lost += float(((error @ moments) * error).sum())
         total += float(((exact @ moments) * exact).sum())
-    return lost / total if total > 0 else 0.0
+    return lost, total

@@ -11,6 +11,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from llmbuild.builder.graph.onnx_domain import translation_table
+from llmbuild.builder.graph.passes.rewrite import nodes_of, replace, users
 from llmbuild.builder.graph.step_graph import HIDDEN, INPUTS, SHAPES, StepGraph, Weight
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.models.decoder import Decoder
@@ -32,6 +33,7 @@ def trace(config: DecoderConfig, precision: str, shard: Shard | None = None) -> 
     model = _to_onnx(_export(config, TORCH_DTYPES[precision], shard))
     graph = model.graph
     _strip(model)
+    _plain_splits(graph)
     _name_dimensions(graph)
     constants = {
         f"ropes.{index}.inv_freq": inverse_frequencies(rope)
@@ -60,8 +62,25 @@ def _strip(model: ir.Model) -> None:
         value.const_value = None
 
 
+def _plain_splits(graph: ir.Graph) -> None:
+    """Split in place of what the exporter makes of a split: a sequence, and its parts in order."""
+    for sequence in nodes_of(graph, "SplitToSequence", ""):
+        whole, sizes = sequence.inputs
+        constant = None if sizes is None else sizes.producer()
+        assert constant is not None
+        widths = constant.attributes["value"].as_tensor().numpy().tolist()
+        parts = users(sequence.outputs[0])
+        values = [part.outputs[0] for part in parts]
+        lengths = ir.node("Constant", [], {"value_ints": widths})
+        inputs = [whole, lengths.outputs[0]]
+        split = ir.node("Split", inputs, {"axis": 1}, num_outputs=len(parts))
+        replace(graph, sequence, [sequence, *parts], [lengths, split], values, split.outputs)
+        if not constant.outputs[0].uses():
+            graph.remove(constant)
+
+
 def _name_dimensions(graph: ir.Graph) -> None:
-    """Give the traced symbols the names of docs/step-graph.md: T, S, B, R."""
+    """Give the traced symbols the names of docs/step-graph.md: T, S, B, R, and such as 2 * T."""
     inputs = {value.name: value.shape for value in graph.inputs}
     names: dict[str, str] = {}
     for name, symbols in SHAPES.items():
@@ -70,7 +89,14 @@ def _name_dimensions(graph: ir.Graph) -> None:
         names.update(zip(map(str, shape), symbols, strict=True))
     for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
         if value.shape is not None:
-            value.shape = ir.Shape([names.get(str(dim), dim) for dim in value.shape])
+            value.shape = ir.Shape([_named(dim, names) for dim in value.shape])
+
+
+def _named(dim: int | ir.SymbolicDim, names: dict[str, str]) -> int | str:
+    if isinstance(dim, int):
+        return dim
+    *each, symbol = str(dim).split("*")
+    return names.get(str(dim)) or " * ".join([*each, names.get(symbol, symbol)])
 
 
 def _export(

@@ -4,6 +4,7 @@ A feature is a field here, declared by the family that has it; the decoder never
 it runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NO_ROPE = -1  # in DecoderConfig.layer_ropes: the layer turns nothing
@@ -111,3 +112,11 @@ class DecoderConfig:
 
     def has_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe_layers[layer]
+
+    def read_by_token(self, shape: Sequence[int], size: int) -> int:
+        """What a token reads of a matrix, the whole, or of a stack of experts, those that it is
+        routed to. size: the whole's, in any unit."""
+        if len(shape) < 3:
+            return size
+        assert self.moe is not None
+        return size * self.moe.top_k // self.moe.num_experts

@@ -21,7 +21,7 @@ from llmbuild.plugins.gated_activation.op import activation
 from llmbuild.plugins.gather_rows.op import gather_rows
 from llmbuild.plugins.layer_norm.op import layer_norm
 from llmbuild.plugins.linear.op import linear
-from llmbuild.plugins.moe.op import moe_experts, moe_route
+from llmbuild.plugins.moe.op import moe_combine, moe_gather, moe_linear, moe_route, moe_sort
 from llmbuild.plugins.paged_attention.op import paged_attention
 from llmbuild.plugins.rms_norm.op import rms_norm
 from llmbuild.plugins.rope_kv_write.op import kv_write, rotary
@@ -145,8 +145,11 @@ class Moe(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         moe = self.moe
         experts, weights = moe_route(self.router(x), moe.top_k, moe.scoring, int(moe.normalise))
-        gate_up, down = self.experts.gate_up, self.experts.down
-        routed = moe_experts(x, experts, weights, gate_up, down, self.activation)
+        starts, rows_of, slot_of = moe_sort(experts, moe.num_experts)
+        both = moe_linear(moe_gather(x, rows_of), self.experts.gate_up, starts)
+        gate, up = both.split([moe.expert_size, moe.expert_size], dim=-1)
+        hidden = activation(gate, self.activation) * up
+        routed = moe_combine(moe_linear(hidden, self.experts.down, starts), slot_of, weights)
         if self.shared is None:
             return routed
         shared = self.shared(x)

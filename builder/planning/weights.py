@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from llmbuild.builder.calibration.sensitivity import WeightChange
-from llmbuild.builder.graph.passes.rewrite import nodes_of
+from llmbuild.builder.graph.passes.rewrite import linears_of
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.builder.graph.trace import trace
 from llmbuild.builder.models.canonical import EMBEDDING, HEAD
+from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.planning.part import Aim, Bench, Part
 from llmbuild.builder.quantisation import plan_quantisation, untie_head
 from llmbuild.builder.recipe.quantisation import UNQUANTISED, Override, Quantisation
 from llmbuild.builder.recipe.target import SCHEMES
 from llmbuild.errors import RecipeError
+from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import planned_reader, value_reader
 from llmbuild.quant.sensitivity import Choice, Option, matrix_bytes
@@ -31,16 +33,22 @@ class _Planned:
     """A step graph and its plan. items: names of matrices by the glob that overrides match them
     with, those alone that the recipe's own overrides leave open."""
 
+    config: DecoderConfig
     step: StepGraph
     plan: QuantPlan
     items: dict[str, list[str]]
 
     def bytes_of(self, names: list[str], item_bytes: int) -> int:
-        """As the plan has them."""
-        return sum(
-            matrix_bytes(self.step.weights[name].shape, self.plan.weights.get(name), item_bytes)
-            for name in names
-        )
+        """What a decode step reads of them as the plan has them."""
+        return sum(self._bytes(name, self.plan.weights.get(name), item_bytes) for name in names)
+
+    def full_bytes_of(self, names: list[str], item_bytes: int) -> int:
+        """The same without quantisation."""
+        return sum(self._bytes(name, None, item_bytes) for name in names)
+
+    def _bytes(self, name: str, grid: WeightGrid | None, item_bytes: int) -> int:
+        shape = self.step.weights[name].shape
+        return self.config.read_by_token(shape, matrix_bytes(shape, grid, item_bytes))
 
 
 def check_has_scheme(quantisation: Quantisation) -> None:
@@ -61,13 +69,13 @@ def weights_part(bench: Bench, aim: Aim) -> Part:
     linears = _linears(planned.step)
     opened = {name for names in planned.items.values() for name in names}
     fixed_bytes = planned.bytes_of([n for n in linears if n not in opened], item_bytes)
-    full_bytes = _full_bytes(planned.step, linears, item_bytes)
+    full_bytes = planned.full_bytes_of(linears, item_bytes)
     by_scheme = {
         scheme: planned if scheme == own.scheme else _planned(bench, _with_scheme(own, scheme))
         for scheme in _candidates(own.scheme)
     }
     sizes = {
-        match: {UNQUANTISED: _full_bytes(planned.step, names, item_bytes)}
+        match: {UNQUANTISED: planned.full_bytes_of(names, item_bytes)}
         | {scheme: its.bytes_of(its.items[match], item_bytes) for scheme, its in by_scheme.items()}
         for match, names in planned.items.items()
     }
@@ -122,7 +130,7 @@ def _planned(bench: Bench, quantisation: Quantisation) -> _Planned:
         own = bench.recipe.quantisation.overrides
         if name in plan.weights and not any(fnmatchcase(known_as, each.match) for each in own):
             items.setdefault(_match(known_as), []).append(name)
-    return _Planned(step, plan, items)
+    return _Planned(config, step, plan, items)
 
 
 def _match(name: str) -> str:
@@ -131,14 +139,9 @@ def _match(name: str) -> str:
 
 
 def _linears(step: StepGraph) -> list[str]:
-    """Matrices that a decode step reads whole, each once."""
-    values = (node.inputs[1] for node in nodes_of(step.graph, "linear"))
+    """Matrices that a decode step reads, each once."""
+    values = (node.inputs[1] for node in linears_of(step.graph))
     return [*dict.fromkeys(str(value.name) for value in values if value is not None)]
-
-
-def _full_bytes(step: StepGraph, names: list[str], item_bytes: int) -> int:
-    """Without quantisation."""
-    return sum(matrix_bytes(step.weights[name].shape, None, item_bytes) for name in names)
 
 
 def _change(bench: Bench, planned: _Planned, names: list[str]) -> WeightChange:

@@ -225,7 +225,7 @@ def _decode_steps(manifest: Manifest, plan: StepPlan, config: DecoderConfig) -> 
     """Bytes and operations of a decode step at several context lengths."""
     matrices = _matrices_read(plan)
     weight_bytes = _bytes_read(plan, config)
-    macs = sum(_read_of(weight, math.prod(weight.shape), config) for weight in matrices)
+    macs = sum(config.read_by_token(w.shape, math.prod(w.shape)) for w in matrices)
     attention_macs = 2 * config.num_heads * config.head_dim * config.num_layers
     return [
         DecodeStep(
@@ -268,7 +268,7 @@ def _of(span: Span) -> str:
 def _bytes_read(plan: StepPlan, config: DecoderConfig) -> int:
     """Of weights, by a decode step of one sequence."""
     matrices = _matrices_read(plan)
-    return sum(_read_of(weight, packed_bytes(weight), config) for weight in matrices)
+    return sum(config.read_by_token(w.shape, packed_bytes(w)) for w in matrices)
 
 
 def _matrices_read(plan: StepPlan) -> list[PackedWeight]:
@@ -282,12 +282,3 @@ def _matrices_read(plan: StepPlan) -> list[PackedWeight]:
         if isinstance(argument, PackedWeight)
     }
     return [weight for weight in plan.weights if weight in read and weight.layout != Layout.ROWS]
-
-
-def _read_of(weight: PackedWeight, size: int, config: DecoderConfig) -> int:
-    """What a token reads of a matrix, the whole, or of a stack of experts, those it is routed to.
-    size: the weight's, in any unit."""
-    if len(weight.shape) < 3:
-        return size
-    assert config.moe is not None
-    return size * config.moe.top_k // config.moe.num_experts

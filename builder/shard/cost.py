@@ -25,11 +25,8 @@ def layer_costs(config: DecoderConfig, plan: QuantPlan, precision: str) -> list[
 def _bits(
     name: str, shape: tuple[int, ...], config: DecoderConfig, plan: QuantPlan, precision: str
 ) -> float:
-    grid = plan.weights.get(name)
+    grid, bits = plan.weights.get(name), float(_BITS[precision])
     if grid is not None:
         of_group = 8 * grid.scale_dtype.itemsize * (1 if grid.symmetric else 2)
-        return prod(shape) * (grid.bits + of_group / grid.columns_of(shape[1]))
-    bits = prod(shape) * _BITS[precision]
-    if len(shape) == 3 and config.moe is not None:  # experts, of which a token has top_k
-        bits = bits * config.moe.top_k // config.moe.num_experts
-    return float(bits)
+        bits = grid.bits + of_group / grid.columns_of(shape[-1])
+    return config.read_by_token(shape, prod(shape)) * bits

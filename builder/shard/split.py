@@ -56,8 +56,8 @@ def make_shards(
     _check_heads(heads, units[Split.HEADS], parallel, config)
     even = [1.0] * tp
     shares = {Split.MLP: _mlp_shares(heads, kv_heads, config)}
-    columns = {Split.MLP: [range(0)] * tp, Split.SHARED_MLP: [range(0)] * tp}
-    columns[Split.EXPERT_MLP] = [range(0)] * tp
+    kinds = (Split.MLP, Split.SHARED_MLP, Split.EXPERT_MLP)
+    columns = {kind: [range(0)] * tp for kind in kinds}
     for kind, size in _mlp_sizes(config).items():
         unit = units[kind] or (TILE_ROWS if size >= TILE_ROWS * tp else 1)
         if size < unit * tp:
@@ -168,10 +168,10 @@ def _column_units(plan: QuantPlan, config: DecoderConfig) -> dict[Split, int]:
     splits, shapes = tensor_splits(config), expected_tensors(config)
     units = dict.fromkeys(Split, 0)
     for name, grid in plan.weights.items():
-        split = splits[name][1]
+        split = splits[name][-1]  # of columns
         if split is not None:
             group = plan.activation_groups.get(name, GROUP_UNIT)
-            if name in plan.static and group == shapes[name][1]:
+            if name in plan.static and group == shapes[name][-1]:
                 group = GROUP_UNIT  # one scale that no cut changes
             units[split] = lcm(units[split] or 1, grid.group_size or GROUP_UNIT, group)
     return units
@@ -200,7 +200,7 @@ def _no_such_pair(parallel: Parallel, config: DecoderConfig) -> RecipeError:
 def _legal_group_sizes(tp: int, config: DecoderConfig) -> Iterator[str]:
     """Group sizes that every cut of o_proj's and down_proj's columns leaves whole."""
     heads, _ = split_heads(config.num_heads, config.num_kv_heads, tp)
-    sizes = [size for kind, size in _mlp_sizes(config).items() if kind != Split.EXPERT_MLP]
+    sizes = list(_mlp_sizes(config).values())
     widths = [config.q_size, *sizes]
     for group in (*range(GROUP_UNIT, min(widths) + 1, GROUP_UNIT), 0):
         grid = WeightGrid(8, group, symmetric=True)

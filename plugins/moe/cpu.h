@@ -13,6 +13,7 @@
 #include "../common/dtype.h"
 #include "../common/team.h"
 #include "../linear/cpu.h"
+#include "../linear/quantised.h"
 
 namespace llmbuild {
 
@@ -128,7 +129,8 @@ void moe_sort(const Worker& worker, const int32_t* experts, int32_t* starts, int
   }
 }
 
-// sorted[slot] = x[rows_of[slot]]. x: [rows, K] with row stride LDX. sorted: [slots, K].
+// sorted[slot] = x[rows_of[slot]], of rows of K items. x: [rows, K] with row stride LDX. sorted:
+// [slots, K].
 template <int K, int LDX>
 void moe_gather(const Worker& worker, const float* x, const int32_t* rows_of, float* sorted,
                 int slots) {
@@ -138,17 +140,25 @@ void moe_gather(const Worker& worker, const float* x, const int32_t* rows_of, fl
   }
 }
 
-// y[slot] = x[slot] W^T (+ bias) with the weights of the slot's expert. x: [slots, K]. weight: E
-// times packed [ceil(N/16)][K][16], zero rows for padding. bias: [E, N] or null. starts: [E + 1] of
-// moe_sort. y: [slots, N]. Experts without slots are not read; each weight is read by one worker.
-template <class W, int E, int N, int K>
-void moe_linear(const Worker& worker, const float* x, const W* weight, const float* bias,
-                const int32_t* starts, float* y) {
-  constexpr int TILES = kChunks<N>;
-  // The work of a column tile: its slots, and the reading of its weights, which takes as long.
-  const auto work_of = [&](int expert) {
+// The same of int8 rows, whose K counts four bytes as an item.
+template <int K, int LDX>
+void moe_gather(const Worker& worker, const uint8_t* x, const int32_t* rows_of, uint8_t* sorted,
+                int slots) {
+  const Range range = split(slots, worker);
+  for (int64_t slot = range.begin; slot < range.end; ++slot) {
+    std::memcpy(sorted + slot * K * 4, x + int64_t(rows_of[slot]) * LDX * 4, K * 4);
+  }
+}
+
+// Deals column tiles, TILES of every expert that has slots, to workers: calls run(expert, tiles,
+// start, rows) for those of this one. Each weight is read by one worker, and those of experts
+// without slots by none. READING_ROWS: of so many rows' products takes as long as reading the
+// weights.
+template <int E, int TILES, int READING_ROWS, class RUN>
+void deal_experts(const int32_t* starts, const Worker& worker, const RUN& run) {
+  const auto work_of = [&](int expert) {  // of a column tile
     const int rows = starts[expert + 1] - starts[expert];
-    return rows == 0 ? int64_t(0) : int64_t(rows + kLinearRows);
+    return rows == 0 ? int64_t(0) : int64_t(rows + READING_ROWS);
   };
   int64_t total = 0, done = 0;
   for (int e = 0; e < E; ++e) total += work_of(e) * TILES;
@@ -164,12 +174,50 @@ void moe_linear(const Worker& worker, const float* x, const W* weight, const flo
     const Range tiles{first_tile_from(begin), first_tile_from(end)};
     done += work * TILES;
     if (tiles.begin >= tiles.end) continue;
-    const int64_t start = starts[e];
-    const Linear<W, N, K, K, N> shape{x + start * K, weight + int64_t(e) * TILES * K * kLanes,
-                                      bias == nullptr ? nullptr : bias + int64_t(e) * N,
-                                      y + start * N};
-    shape.run(tiles, starts[e + 1] - starts[e]);
+    run(int64_t(e), tiles, int64_t(starts[e]), starts[e + 1] - starts[e]);
   }
+}
+
+// y[slot] = x[slot] W^T with the weights of the slot's expert. x: [slots, K]. weight: E times packed
+// [ceil(N/16)][K][16], zero rows for padding. starts: [E + 1] of moe_sort. y: [slots, N].
+template <class W, int E, int N, int K>
+void moe_linear(const Worker& worker, const float* x, const W* weight, const int32_t* starts,
+                float* y) {
+  constexpr int TILES = kChunks<N>;
+  deal_experts<E, TILES, kLinearRows>(
+      starts, worker, [&](int64_t expert, Range tiles, int64_t start, int rows) {
+        const Linear<W, N, K, K, N> shape{x + start * K, weight + expert * TILES * K * kLanes,
+                                          nullptr, y + start * N};
+        shape.run(tiles, rows);
+      });
+}
+
+// The same with weights on GRID, one packed matrix after the other. x: rows of Int8Row<K, A>.
+template <class GRID, int E, int N, int K, int A>
+void moe_int8_linear(const Worker& worker, const uint8_t* x, const uint8_t* weight,
+                     const int32_t* starts, float* y) {
+  using Shape = Int8Linear<GRID, N, K, A, N>;
+  constexpr int TILES = kChunks<N>;
+  deal_experts<E, TILES, Int8Tile::DIRECT_ROWS>(
+      starts, worker, [&](int64_t expert, Range tiles, int64_t start, int rows) {
+        const Shape shape{x + start * Shape::Row::BYTES, weight + expert * TILES * Shape::TILE_BYTES,
+                          nullptr, y + start * N};
+        shape.run(tiles, rows);
+      });
+}
+
+// The same with fp32 activations [slots, K].
+template <class GRID, int E, int N, int K>
+void moe_dequantised_linear(const Worker& worker, const float* x, const uint8_t* weight,
+                            const int32_t* starts, float* y) {
+  using Shape = DequantisedLinear<GRID, N, K, K, N>;
+  constexpr int TILES = kChunks<N>;
+  constexpr int64_t MATRIX_BYTES = TILES * GRID::template TILE_BYTES<K>;
+  deal_experts<E, TILES, Shape::ROWS>(
+      starts, worker, [&](int64_t expert, Range tiles, int64_t start, int rows) {
+        const Shape shape{x + start * K, weight + expert * MATRIX_BYTES, nullptr, y + start * N};
+        for (int tile = tiles.begin; tile < tiles.end; ++tile) shape.column_tile(tile, rows);
+      });
 }
 
 // y[t] = sum over j, in order, of weights[t, j] outputs[slot_of[t, j]]. outputs: [slots, N].

@@ -72,12 +72,15 @@ def test_a_head_that_is_the_embedding_is_fp8_apart_from_it(
     assert found.static == names
 
 
-def test_a_mixtures_router_and_experts_stay(traced: Callable[..., StepGraph]) -> None:
+def test_a_mixtures_experts_are_quantised_and_its_router_stays(
+    traced: Callable[..., StepGraph],
+) -> None:
     moe = MoeConfig(5, 2, 32, normalise=True, shared_size=64, shared_gate=True)
     found = plan(resolved("w4a16"), traced(**WIDE, moe=moe, moe_layers=(True,)))
     shared = {name.replace("mlp.", "mlp.shared.") for name in MLP}
     gate = {"layers.0.mlp.shared_gate.weight"}
-    assert found.weights.keys() == ATTENTION | shared | gate | {"lm_head.weight"}
+    experts = {f"layers.0.mlp.experts.{part}" for part in ("gate_up", "down")}
+    assert found.weights.keys() == ATTENTION | shared | gate | experts | {"lm_head.weight"}
 
 
 def test_stored_codes_are_kept_of_tables_too(traced: Callable[..., StepGraph]) -> None:

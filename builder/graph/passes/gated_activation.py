@@ -12,12 +12,19 @@ def place_gated_activation(step: StepGraph) -> None:
         if product is None or product.op_type != "Mul":
             continue
         up = _other_input(product, activation.outputs[0])
-        if made_by(up, "linear") is None:
+        if not _is_projected(up):
             continue
         kind = activation.attributes["kind"].as_string()
         gate = activation.inputs[0]
         new = plugin_node("gated_activation", [gate, up], {"activation": kind}, outputs=1)
         replace(step.graph, product, [activation, product], [new], product.outputs, new.outputs)
+
+
+def _is_projected(value: ir.Value | None) -> bool:
+    """Whether a linear made it, or it is a part of what experts' linears made."""
+    split = made_by(value, "Split", "")
+    whole = None if split is None else split.inputs[0]
+    return made_by(value, "linear") is not None or made_by(whole, "moe_linear") is not None
 
 
 def _other_input(node: ir.Node, one: ir.Value) -> ir.Value | None:

@@ -1,10 +1,17 @@
-"""Linears and tables whose weights the quantisation plan puts on a grid read codes instead."""
+"""Linears, experts' too, and tables whose weights the quantisation plan puts on a grid read codes
+instead."""
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmbuild.builder.graph.passes.rewrite import add_constant, nodes_of, plugin_node, replace
+from llmbuild.builder.graph.passes.rewrite import (
+    add_constant,
+    linears_of,
+    nodes_of,
+    plugin_node,
+    replace,
+)
 from llmbuild.builder.graph.step_graph import (
     CODES,
     MINIMA,
@@ -25,7 +32,7 @@ _TYPES = {
 }
 Parts = dict[str, ir.Value]  # of one matrix, those that its grid has
 Scales = dict[bytes, ir.Value]  # static ones of activations, by content
-ACTIVATION_SCALES_SLOT = 6  # of quantised_linear
+ACTIVATION_SCALES_SLOT = 6  # of quantised_linear and quantised_moe_linear
 
 
 def quantise(step: StepGraph, plan: QuantPlan) -> None:
@@ -35,16 +42,16 @@ def quantise(step: StepGraph, plan: QuantPlan) -> None:
     """
     matrices: dict[str, Parts] = {}  # by canonical name
     scales: Scales = {}
-    for node in nodes_of(step.graph, "linear"):
+    for node in linears_of(step.graph):
         parts = _parts(step, plan, node.inputs[1], matrices)
         if parts is not None:
-            bias = node.inputs[2] if len(node.inputs) > 2 else None
+            last = node.inputs[2] if len(node.inputs) > 2 else None  # the bias, or experts' slots
             group = plan.activation_groups.get(_name(node.inputs[1]), 0)
-            inputs = [node.inputs[0], *_operands(parts, bias)]
+            inputs = [node.inputs[0], *_operands(parts, last)]
             static = _activation_scales(step, plan, node, scales)
             if static is not None:
                 inputs += [None] * (ACTIVATION_SCALES_SLOT - len(inputs)) + [static]
-            _replace(step, node, "quantised_linear", inputs, {"activation_group": group})
+            _replace(step, node, f"quantised_{node.op_type}", inputs, {"activation_group": group})
     for node in nodes_of(step.graph, "gather_rows"):
         parts = _parts(step, plan, node.inputs[0], matrices)
         if parts is not None:
@@ -81,7 +88,7 @@ def _activation_scales(
     if name not in plan.activation_scales:
         return None
     scales = plan.activation_scales[name]
-    _check_scales(name, scales, step.weights[name].shape[1], plan.activation_groups[name])
+    _check_scales(name, scales, step.weights[name].shape[-1], plan.activation_groups[name])
     key = scales.tobytes()
     if key not in placed:
         placed[key] = add_constant(step, f"{name}.activation_scales", scales)
@@ -114,7 +121,7 @@ def _name(weight: ir.Value | None) -> str:
 
 
 def _add_parts(step: StepGraph, name: str, grid: WeightGrid) -> Parts:
-    sources, (rows, columns) = step.weights[name].sources, step.weights[name].shape
+    sources, (*rows, columns) = step.weights[name].sources, step.weights[name].shape
     groups = columns // grid.columns_of(columns)
     codes, scales = ("fp8", "fp32") if grid.is_fp8 else ("uint8", "fp16")
     kinds = [(CODES, columns, codes), (SCALES, groups, scales)]
@@ -122,7 +129,7 @@ def _add_parts(step: StepGraph, name: str, grid: WeightGrid) -> Parts:
     kinds += [(ZEROS, groups, "uint8")] if grid.zero_points else []
     parts: Parts = {}
     for part, width, dtype in kinds:
-        weight = Weight(sources, (rows, width), dtype, grid, part)
+        weight = Weight(sources, (*rows, width), dtype, grid, part)
         kind = ir.TensorType(_TYPES[dtype])
         value = ir.Value(name=f"{name}.{part}", shape=ir.Shape(weight.shape), type=kind)
         step.graph.initializers[f"{name}.{part}"] = value

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from llmbuild.builder.graph.step_graph import StepGraph
 from llmbuild.plugins.registry import DOMAIN
 
+LINEARS = ("linear", "moe_linear")
+
 
 def made_by(value: ir.Value | None, op_type: str, domain: str = DOMAIN) -> ir.Node | None:
     """The node that makes a value, if it is of this kind."""
@@ -20,6 +22,11 @@ def made_by(value: ir.Value | None, op_type: str, domain: str = DOMAIN) -> ir.No
 def nodes_of(graph: ir.Graph, op_type: str, domain: str = DOMAIN) -> list[ir.Node]:
     """The graph's nodes of one kind, in order; safe to rewrite while going through them."""
     return [node for node in graph if (node.domain, node.op_type) == (domain, op_type)]
+
+
+def linears_of(graph: ir.Graph) -> list[ir.Node]:
+    """Nodes that multiply by a matrix, or by one of each expert; it is their second input."""
+    return [node for node in graph if node.domain == DOMAIN and node.op_type in LINEARS]
 
 
 def users(value: ir.Value) -> list[ir.Node]:

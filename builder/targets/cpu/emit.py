@@ -29,7 +29,8 @@ from llmbuild.version import __version__
 
 ABI = "llmbuild-cpu-4"  # of the exported functions; runtime/executors/cpu.py expects the same
 _TEMPLATE = Path(__file__).with_name("engine.cpp.in")
-_MOE_PARTS = ("combine", "gather", "linear", "route", "sort")
+_MOE_LINEARS = ("linear", "int8_linear", "dequantised_linear")
+_MOE_PARTS = (*_MOE_LINEARS, "combine", "gather", "route", "sort")
 _HEADERS = {  # of kernels that aren't in the cpu.h of the folder with their name
     **dict.fromkeys(("add_rms_norm", "add_rms_norm_int8", "rms_norm_int8"), "rms_norm/cpu.h"),
     **dict.fromkeys(("dynamic_rope_table", "switched_rope_table"), "rope_table/cpu.h"),

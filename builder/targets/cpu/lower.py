@@ -10,6 +10,7 @@ import onnx_ir as ir
 from llmbuild.builder.graph.step_graph import HIDDEN, OUTPUT, StepGraph
 from llmbuild.builder.models.config import DecoderConfig
 from llmbuild.builder.targets.cpu.head_runs import head_runs
+from llmbuild.builder.targets.cpu.lower_moe import LOWER_MOE
 from llmbuild.builder.targets.cpu.lowering import CPP_TYPES, Lowering, cpp_grid
 from llmbuild.builder.targets.cpu.plan import (
     Batch,
@@ -20,7 +21,6 @@ from llmbuild.builder.targets.cpu.plan import (
     OwnRows,
     PackedWeight,
     Ranks,
-    Rows,
     StepInput,
     StepPlan,
     View,
@@ -36,7 +36,6 @@ CPP_ACTIVATIONS = {
     "relu": "Relu",
     "relu2": "Relu2",
 }
-_CPP_SCORINGS = {"softmax": "Softmax", "top_k_softmax": "TopKSoftmax"}
 
 
 def _linear(lowering: Lowering, node: ir.Node) -> None:
@@ -274,53 +273,6 @@ def _all_reduce(lowering: Lowering, node: ir.Node) -> None:
     lowering.call("all_reduce", (x.width,), Ranks(), x, x.buffer.count, out=[x])
 
 
-def _moe_route(lowering: Lowering, node: ir.Node) -> None:
-    logits = lowering.view(node.inputs[0])
-    top_k = node.attributes["top_k"].as_int()
-    experts = lowering.output(node.outputs[0], top_k, dtype="int32")
-    weights = lowering.output(node.outputs[1], top_k)
-    scoring = _CPP_SCORINGS[node.attributes["scoring"].as_string()]
-    normalise = "true" if node.attributes["normalise"].as_int() else "false"
-    template = (logits.width, top_k, scoring, normalise, logits.stride)
-    arguments = (logits, experts, weights, weights.buffer.count)
-    lowering.call("moe_route", template, *arguments, out=[experts, weights])
-
-
-def _moe_experts(lowering: Lowering, node: ir.Node) -> None:
-    """Slots are (token, expert) pairs in the order of their experts: tokens are copied to their
-    slots, every expert runs on its own run of slots, and slots are added up to tokens."""
-    x, experts, weights = (lowering.view(value) for value in node.inputs[:3])
-    gate_up, down = (lowering.weight(value) for value in node.inputs[3:5])
-    count, width, hidden = gate_up.shape
-    top_k, size = experts.width, width // 2
-    out, tokens = node.outputs[0], x.buffer.rows
-
-    def slots(purpose: str, columns: int, dtype: str = "fp32") -> View:
-        return lowering.scratch(out, purpose, tokens, columns, rows_each=top_k, dtype=dtype)
-
-    starts = lowering.scratch(out, "starts", Rows.ONE, count + 1, dtype="int32")
-    rows_of, slot_of = slots("rows_of", 1, "int32"), slots("slot_of", 1, "int32")
-    sorting = (experts, starts, rows_of, slot_of, experts.buffer.count)
-    lowering.call("moe_sort", (count, top_k), *sorting, out=[starts, rows_of, slot_of])
-    gathered, pair = slots("gathered", hidden), slots("gate_up", width)
-    every_slot = gathered.buffer.count
-    gathering = (x, rows_of, gathered, every_slot)
-    lowering.call("moe_gather", (hidden, x.stride), *gathering, out=[gathered])
-    cpp_type = CPP_TYPES[gate_up.dtype]
-    template: tuple[str | int, ...] = (cpp_type, count, width, hidden)
-    lowering.call("moe_linear", template, gathered, gate_up, None, starts, pair, out=[pair])
-    activated, results = slots("activated", size), slots("results", hidden)
-    gate, up = View(pair.buffer, 0, size), View(pair.buffer, size, size)
-    activation = CPP_ACTIVATIONS[node.attributes["activation"].as_string()]
-    template = (size, width, width, size, activation)
-    lowering.call("gated_activation", template, gate, up, activated, every_slot, out=[activated])
-    template = (cpp_type, count, hidden, size)
-    lowering.call("moe_linear", template, activated, down, None, starts, results, out=[results])
-    y = lowering.output(out, hidden)
-    combining = (results, slot_of, weights, y, y.buffer.count)
-    lowering.call("moe_combine", (hidden, top_k, y.stride), *combining, out=[y])
-
-
 def _elementwise(lowering: Lowering, node: ir.Node) -> None:
     operation = _ELEMENTWISE.get(node.op_type) or (
         f"{CPP_ACTIVATIONS[node.attributes['kind'].as_string()]}::apply"
@@ -379,8 +331,7 @@ _LOWER: dict[tuple[str, str], Callable[[Lowering, ir.Node], None]] = {
     (DOMAIN, "layer_norm"): _layer_norm,
     (DOMAIN, "switched_rope_table"): _switched_rope_table,
     (DOMAIN, "dynamic_rope_table"): _dynamic_rope_table,
-    (DOMAIN, "moe_route"): _moe_route,
-    (DOMAIN, "moe_experts"): _moe_experts,
+    **{(DOMAIN, operation): lower_node for operation, lower_node in LOWER_MOE.items()},
     (DOMAIN, "all_reduce"): _all_reduce,
     (DOMAIN, "gather_rows"): _gather_rows,
     (DOMAIN, "gather_quantised_rows"): _gather_quantised_rows,

@@ -35,11 +35,12 @@ def cpp_grid(weight: PackedWeight) -> str:
     grid = weight.grid
     assert grid is not None
     kind = "false" if grid.symmetric else "true, true" if grid.zero_points else "true"
-    return f"Grid<{grid.bits}, {grid.columns_of(weight.shape[1])}, {kind}>"
+    return f"Grid<{grid.bits}, {grid.columns_of(weight.shape[-1])}, {kind}>"
 
 
 ATTENTION_RANGE_KEYS = 128  # kRangeKeys of plugins/paged_attention/key_range.h
-_TILED = {("linear", 1), ("moe_experts", 3), ("moe_experts", 4)}  # (operation, input)
+_TILED = {("linear", 1), ("moe_linear", 1)}  # (operation, input)
+_ROUNDING = {("quantised_linear", 0), ("quantised_moe_linear", 0)}
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class Lowering:
 
     def output(self, value: ir.Value, width: int, **kind: Any) -> View:
         """A new buffer for a value of this many columns; kind: further fields of Buffer."""
-        assert value.shape is not None
-        buffer = Buffer(str(value.name), Rows(str(value.shape[0])), width, **kind)
+        rows, rows_each = _rows(value)
+        buffer = Buffer(str(value.name), rows, width, rows_each, **kind)
         view = View(buffer, 0, width)
         self.views[value] = view
         return view
@@ -176,17 +177,17 @@ class Lowering:
         """That of all who read a value, if those are linears that round it alike and it isn't the
         graph's result."""
         roundings = {
-            self.rounding(user) if (user.op_type, slot) == ("quantised_linear", 0) else None
+            self.rounding(user) if (user.op_type, slot) in _ROUNDING else None
             for user, slot in value.uses()
         }
         return roundings.pop() if len(roundings) == 1 and not value.is_graph_output() else None
 
     def int8_output(self, value: ir.Value, width: int, rounding: Rounding) -> View:
         """A new buffer for a value of this many columns as int8 rows."""
-        assert value.shape is not None
         items = int8_row_bytes(width, rounding.group) // 4
         name = f"{value.name}.{rounding.name}"
-        buffer = Buffer(name, Rows(str(value.shape[0])), items, dtype="int8_rows")
+        rows, rows_each = _rows(value)
+        buffer = Buffer(name, rows, items, rows_each, dtype="int8_rows")
         self.int8_views[value, rounding] = View(buffer, 0, items)
         return self.int8_views[value, rounding]
 
@@ -215,3 +216,10 @@ class Lowering:
         range_floats = self.config.num_heads * (-(-self.config.head_dim // 16) * 16 + 2)
         key_floats = -(-range_floats // ATTENTION_RANGE_KEYS)
         return self.scratch(value, "parts", Rows.LONGEST, 1, rows_each=key_floats)
+
+
+def _rows(value: ir.Value) -> tuple[Rows, int]:
+    """What the number of a value's rows goes with, and how many of them."""
+    assert value.shape is not None
+    *each, rows = str(value.shape[0]).split(" * ")
+    return Rows(rows), int(each[0]) if each else 1

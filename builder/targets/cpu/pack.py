@@ -28,7 +28,8 @@ _SAFETENSORS_DTYPES = {"fp32": ("F32", 4), "bf16": ("BF16", 2)}  # and bytes of 
 def packed_bytes(weight: PackedWeight) -> int:
     """Bytes of a weight in the file, padding included."""
     if weight.grid is not None:
-        return _aligned(quantised_bytes(weight.grid, *weight.shape))
+        *experts, rows, columns = weight.shape
+        return _aligned(math.prod(experts) * quantised_bytes(weight.grid, rows, columns))
     items = math.prod(weight.shape)
     if weight.layout is Layout.TILES_OF_16:
         *experts, rows, columns = weight.shape

@@ -26,14 +26,16 @@ def quantised_bytes(grid: WeightGrid, rows: int, columns: int) -> int:
 
 
 def pack_quantised(matrix: QuantisedMatrix) -> Iterator[NDArray[np.uint8]]:
-    """The packed matrix in parts of whole tiles, so that no second whole exists."""
-    rows, columns = matrix.codes.shape
+    """The packed matrix in parts of whole tiles, so that no second whole exists; of a stack, one
+    matrix after the other."""
+    *stack, rows, columns = matrix.shape
     part_rows = max(1, PART_BYTES // (TILE_ROWS * columns)) * TILE_ROWS
-    for begin in range(0, rows, part_rows):
-        part = matrix.take_rows(slice(begin, begin + part_rows))
-        numbers = (part.scales, part.minima, part.zeros)
-        fields = [_code_bytes(part), *(_number_bytes(n) for n in numbers if n is not None)]
-        yield np.concatenate(fields, axis=2).reshape(-1)
+    for index in np.ndindex(*stack):
+        for begin in range(0, rows, part_rows):
+            part = matrix.take_rows((*index, slice(begin, begin + part_rows)))
+            numbers = (part.scales, part.minima, part.zeros)
+            fields = [_code_bytes(part), *(_number_bytes(n) for n in numbers if n is not None)]
+            yield np.concatenate(fields, axis=2).reshape(-1)
 
 
 def _code_bytes(matrix: QuantisedMatrix) -> NDArray[np.uint8]:

@@ -22,10 +22,15 @@ from llmbuild.builder.targets.cpu.plan import Buffer, Call, PackedWeight, Pool, 
 from llmbuild.quant.grid import WeightGrid
 
 # Kernels whose template begins with the type of a matrix, by the argument that it is.
-_LINEARS = dict.fromkeys(("linear", "moe_linear", "int8_linear", "dequantised_linear"), 1)
+_LINEARS = {
+    f"{experts}{kind}": 1
+    for experts in ("", "moe_")
+    for kind in ("linear", "int8_linear", "dequantised_linear")
+}
 _GATHERS = dict.fromkeys(("gather_rows", "gather_tiled_rows", "gather_quantised_rows"), 0)
 _MATRIX_ARGUMENT = _LINEARS | _GATHERS
-_LINEAR_GROUP = 3  # of int8_linear's template: columns of a group of activations
+# Where a template has the columns of a group of activations.
+_LINEAR_GROUP = {"int8_linear": 3, "moe_int8_linear": 4}
 _ROUNDED_GROUP = {  # the same of the kernels that round them
     "quantise_rows": 1,
     "rms_norm_int8": 1,
@@ -46,6 +51,8 @@ def read_precision(plan: StepPlan, step: StepGraph) -> CompiledPrecision:
     for call in plan.calls:
         if call.kernel in _ROUNDED_GROUP:
             rounded |= {b: _rounding(call) for b in call.writes if b.dtype == "int8_rows"}
+        if call.kernel == "moe_gather":
+            rounded |= {to: rounded[of] for to in call.writes for of in call.buffers & {*rounded}}
         matrix = _matrix(call)
         if matrix is None:
             continue
@@ -93,12 +100,12 @@ def _rounding(call: Call) -> Activations:
 
 def _activations(call: Call, rounded: dict[Buffer, Activations]) -> set[Activations]:
     """What a linear's inputs are made, and what it takes them for."""
-    if call.kernel != "int8_linear":
+    if call.kernel not in _LINEAR_GROUP:
         return {Activations()}
     view = call.arguments[0]
     assert isinstance(view, View)
     made = rounded[view.buffer]
-    return {made, Activations(int(call.template[_LINEAR_GROUP]), made.static)}
+    return {made, Activations(int(call.template[_LINEAR_GROUP[call.kernel]]), made.static)}
 
 
 def _kv(plan: StepPlan) -> dict[str, set[str]]:

@@ -102,7 +102,8 @@ def test_inputs_output_and_dimensions_are_the_contracts(
         for value in node.outputs
         if value.shape is not None and len(value.shape) == 2
     }
-    assert rows == {"T", "R"}
+    slots = {f"{variant['moe'].top_k} * T"} if "moe" in variant else set()
+    assert rows == {"T", "R", *slots}
 
 
 def test_plain_decoders_weights_are_those_of_the_list(

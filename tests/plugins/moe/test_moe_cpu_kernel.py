@@ -41,14 +41,13 @@ SOURCE += "".join(
     f"""
 // The slots' outputs, and for every token their weighted sum.
 extern "C" void experts_{weight}_{n}_{k}(int threads, const float* x, const {weight}* w,
-                                         const float* bias, const int32_t* starts,
-                                         const int32_t* rows_of, const int32_t* slot_of,
-                                         const float* weights, float* sorted, float* outputs,
-                                         float* y, int rows) {{
+                                         const int32_t* starts, const int32_t* rows_of,
+                                         const int32_t* slot_of, const float* weights,
+                                         float* sorted, float* outputs, float* y, int rows) {{
   with_team(threads, [&](const Worker& worker) {{
     moe_gather<{k}, {k + PAD}>(worker, x, rows_of, sorted, rows * {TOP_K});
     worker.barrier();
-    moe_linear<{weight}, {E}, {n}, {k}>(worker, sorted, w, bias, starts, outputs);
+    moe_linear<{weight}, {E}, {n}, {k}>(worker, sorted, w, starts, outputs);
     worker.barrier();
     moe_combine<{n}, {TOP_K}, {n + PAD}>(worker, outputs, slot_of, weights, y, rows);
   }});
@@ -180,11 +179,8 @@ class Experts:
         self.weights = rng.uniform(-1, 1, (rows, TOP_K)).astype(np.float32)
         self.matrices = rng.standard_normal((E, n, k)).astype(DTYPES[dtype])
         self.matrices[np.setdiff1d(np.arange(E), self.chosen)] = np.nan
-        self.bias = rng.standard_normal((E, n)).astype(np.float32)
 
-    def run(
-        self, library: Library, rows: slice = slice(None), threads: int = 2, bias: bool = True
-    ) -> np.ndarray:
+    def run(self, library: Library, rows: slice = slice(None), threads: int = 2) -> np.ndarray:
         tiles = -(-self.n // 16)
         packed = np.zeros((E, tiles * 16, self.k), self.matrices.dtype)
         packed[:, : self.n] = self.matrices
@@ -193,21 +189,20 @@ class Experts:
         starts, rows_of, slot_of = sort_slots(library, chosen.copy())
         buffers = [np.full((len(x) * TOP_K, w), np.nan, np.float32) for w in (self.k, self.n)]
         y = np.full((len(x), self.n + PAD), 7.0, np.float32)
-        inputs = (x, packed, self.bias if bias else None, starts, rows_of, slot_of, weights)
+        inputs = (x, packed, starts, rows_of, slot_of, weights)
         name = f"experts_{self.dtype}_{self.n}_{self.k}"
         library.call(name, threads, *inputs, *buffers, y, len(x))
         assert (y[:, self.n :] == 7.0).all()
         return y[:, : self.n]
 
-    def check_against_float64(self, y: np.ndarray, bias: bool) -> None:
+    def check_against_float64(self, y: np.ndarray) -> None:
         for t, experts in enumerate(self.chosen):
             x = self.x[t, : self.k].astype(np.float64)
             exact, bound = np.zeros(self.n), np.zeros(self.n)
             for weight, expert in zip(self.weights[t].astype(np.float64), experts, strict=True):
                 matrix = self.matrices[expert].astype(np.float64)
-                offset = self.bias[expert] * bias
-                exact += weight * (matrix @ x + offset)
-                bound += np.abs(weight) * (np.abs(matrix) @ np.abs(x) + np.abs(offset))
+                exact += weight * (matrix @ x)
+                bound += np.abs(weight) * (np.abs(matrix) @ np.abs(x))
             assert (np.abs(y[t] - exact) <= (self.k + 8) * 2.0**-24 * bound).all()
 
 
@@ -219,8 +214,7 @@ def test_chosen_experts_outputs_are_weighted_and_added(
 ) -> None:
     for rows in (0, 1, 2, 23):
         case = Experts(n, k, dtype, rows, kind)
-        for bias in (False, True):
-            case.check_against_float64(case.run(library, bias=bias), bias)
+        case.check_against_float64(case.run(library))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

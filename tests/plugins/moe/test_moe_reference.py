@@ -1,4 +1,4 @@
-"""The torch references of moe_route and moe_experts against float64 loops."""
+"""The torch references of a mixture's operations against float64 loops."""
 
 import math
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from llmbuild.plugins.moe.op import moe_experts, moe_route
+from llmbuild.plugins.gated_activation.op import gated_activation
+from llmbuild.plugins.moe.op import moe_combine, moe_gather, moe_linear, moe_route, moe_sort
 
 EPS = 2.0**-24
 SHAPES = [(1, 1, 1), (3, 2, 1), (5, 7, 3), (13, 4, 4), (2, 60, 8)]  # tokens, experts, top_k
@@ -48,6 +49,20 @@ def test_best_experts_come_first_with_their_weights(
         np.testing.assert_allclose(weights[row].numpy(), expected[1], rtol=64 * EPS)
 
 
+def mlps(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """Each token's chosen gated MLPs, weighted and added: a mixture as models have it."""
+    starts, rows_of, slot_of = moe_sort(experts, len(gate_up))
+    gate, up = moe_linear(moe_gather(x, rows_of), gate_up, starts).chunk(2, dim=1)
+    outputs = moe_linear(gated_activation(gate, up, "silu"), down, starts)
+    return moe_combine(outputs, slot_of, weights)
+
+
 def mlp_by_loops(
     x: NDArray[np.float64], gate_up: NDArray[np.float64], down: NDArray[np.float64]
 ) -> NDArray[np.float64]:
@@ -74,10 +89,9 @@ def test_each_tokens_experts_are_weighted_and_added(
         stacks = [stack.astype(ml_dtypes.bfloat16).astype(np.float32) for stack in stacks]
     chosen = np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]).astype(np.int32)
     weights = rng.standard_normal((tokens, top_k)).astype(np.float32)
-    got = moe_experts(
+    got = mlps(
         *map(torch.from_numpy, (x, chosen, weights)),
         *(torch.from_numpy(stack).to(dtype) for stack in stacks),
-        activation="silu",
     )
     gate_up, down = (stack.astype(np.float64) for stack in stacks)
     expected = np.zeros(x.shape)
@@ -87,11 +101,3 @@ def test_each_tokens_experts_are_weighted_and_added(
             expected[token] += float(weight) * result
     assert (got.dtype, got.shape) == (torch.float32, x.shape)
     assert np.abs(got.numpy() - expected).max() <= 256 * EPS * max(1.0, np.abs(expected).max())
-
-
-def test_activation_is_the_named_one() -> None:
-    x, one = torch.tensor([[-2.0]]), torch.tensor([[1.0]])
-    gate_up, down = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[1.0]]])
-    expert = torch.zeros(1, 1, dtype=torch.int32)
-    assert moe_experts(x, expert, one, gate_up, down, "relu").item() == 0
-    assert moe_experts(-x, expert, one, gate_up, down, "relu2").item() == 8

@@ -112,7 +112,8 @@ def test_buffers_between_the_calls_have_a_row_for_each_token_and_expert(
         "width": EXPERTS + 1,
         "dtype": "int32",
     }
-    assert facts(rows_of) == facts(slot_of) == each | {"width": 1, "dtype": "int32"}
+    assert facts(rows_of) == each | {"width": 1, "dtype": "int32"}
+    assert facts(slot_of) == tokens | {"width": TOP_K, "dtype": "int32"}
     widths = [HIDDEN, 2 * SIZE, SIZE, HIDDEN]
     for call, width in zip((gather, gate_up, activate, down), widths, strict=True):
         assert facts(call.writes[0]) == each | {"width": width, "dtype": "fp32"}
@@ -132,8 +133,7 @@ def test_each_call_reads_what_the_one_before_it_wrote(plan_of: Callable[..., Ste
     assert (gather.arguments[-1], activate.arguments[-1]) == (slots, slots)
     for call, source in ((gate_up, gather), (down, activate)):
         assert buffer(call.arguments[0]) == source.writes[0]
-        assert buffer(call.arguments[3]) == starts
-        assert call.arguments[2] is None  # no bias
+        assert buffer(call.arguments[2]) == starts
     gate, up = activate.arguments[:2]
     assert isinstance(gate, View)
     assert isinstance(up, View)
