@@ -12,7 +12,8 @@ GROUP_UNIT = 32  # a group is so many columns, or a multiple of it
 FP8_LARGEST = 448.0
 
 Scales = NDArray[np.float16 | np.float32]
-Rows = NDArray[np.intp] | slice | tuple[slice | int, ...]  # of an array, by its first axes
+# Of an array, by its first axes.
+Rows = NDArray[np.intp] | slice | int | tuple[slice | int, ...]
 
 _PART_ITEMS = 1 << 20
 
@@ -125,6 +126,12 @@ class QuantisedMatrix:
         if self.minima is not None:
             grouped += self.minima.astype(np.float32)[..., None]
         return grouped.reshape(self.codes.shape)
+
+    def fill(self, values: "QuantisedMatrix") -> None:
+        """Write a matrix's codes and scales into this one's; of a stack, into all of it."""
+        assert values.grid == self.grid
+        for own, given in zip(self.arrays, values.arrays, strict=True):
+            own[...] = given
 
     def take_rows(self, rows: Rows) -> "QuantisedMatrix":
         """Some rows, in the order given; of a stack, some matrices, and with another index the same

@@ -205,15 +205,14 @@ def _copy(source: Tensor, target: Tensor, parts: Sequence[Ranges]) -> None:
     for moves in product(*map(_moves, parts)):
         taken = _view(source, (slice(None), *(of for of, _ in moves)))
         place = _view(target, (slice(None), *(to for _, to in moves)))
-        for ours, theirs in zip(_arrays(place), _arrays(taken), strict=True):
-            ours[...] = theirs
+        if isinstance(place, QuantisedMatrix):
+            assert isinstance(taken, QuantisedMatrix)
+            place.fill(taken)
+        else:
+            place[...] = taken
 
 
 def _moves(ranges: Ranges) -> list[tuple[slice, slice]]:
     """Where each range is, and where it goes."""
     steps = _steps(ranges, max(1, _length(ranges)))
     return [(slice(begin, end), slice(at, at + end - begin)) for at, (begin, end) in steps]
-
-
-def _arrays(tensor: Tensor) -> Sequence[NDArray[np.generic]]:
-    return tensor.arrays if isinstance(tensor, QuantisedMatrix) else [tensor]

@@ -211,8 +211,7 @@ class _Walk:
             with one_thread():
                 matrix = self._rounded(name, weights, moments)
                 squares = _squares(weights, matrix, moments)
-            for whole, part in zip(stack.take_rows((expert,)).arrays, matrix.arrays, strict=True):
-                whole[...] = part
+            stack.take_rows(expert).fill(matrix)
             lost, total = lost + squares[0] * length, total + squares[1] * length
         self._store.put(name, stack, loss=lost / total if total > 0 else 0.0)
 

@@ -1,6 +1,8 @@
 """GGUF files as checkpoints; quantised tensors are dequantised as they are read."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +102,16 @@ def _read_quantised(path: Path, tensor: GgufTensor) -> NDArray[np.float32]:
 
 
 def _grid(tensor: GgufTensor) -> WeightGrid | None:
-    return _GRIDS.get(tensor.type.name) if len(tensor.shape) == 2 else None
+    return _GRIDS.get(tensor.type.name) if len(tensor.shape) > 1 else None
 
 
 def _read_codes(path: Path, tensor: GgufTensor, grid: WeightGrid) -> QuantisedMatrix:
     """The stored blocks taken apart, a few rows at a time. A block is its float16 scale, its
     minimum unless the grid is symmetric, and its codes: int8, or 4 bits each with those of the
     block's second half in the upper ones."""
-    rows, columns = tensor.shape
-    width = grid.columns_of(columns)
+    *stack, columns = tensor.shape
+    tensor = replace(tensor, shape=(math.prod(stack), columns))
+    rows, width = tensor.shape[0], grid.columns_of(columns)
     groups = columns // width
     codes = np.empty((rows, columns), np.uint8)
     numbers = np.empty((1 if grid.symmetric else 2, rows, groups), np.float16)
@@ -127,4 +130,5 @@ def _read_codes(path: Path, tensor: GgufTensor, grid: WeightGrid) -> QuantisedMa
         else:
             halves = stored ^ 0x80  # int8 to codes around 128
         codes[part] = halves.reshape(count, columns)
+    codes, numbers = codes.reshape(*stack, columns), numbers.reshape(-1, *stack, groups)
     return QuantisedMatrix(grid, codes, numbers[0], None if grid.symmetric else numbers[1])

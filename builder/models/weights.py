@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,7 @@ from llmbuild.builder.models.stored_rows import (
     stored_rows,
 )
 from llmbuild.errors import CheckpointError
-from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
+from llmbuild.quant.grid import QuantisedMatrix, WeightGrid, empty_matrix
 
 if TYPE_CHECKING:
     from llmbuild.builder.checkpoint import Checkpoint
@@ -128,21 +128,26 @@ class ModelWeights:
         return stored if order is None else stored[order]
 
     def stored_grid(self, name: str) -> WeightGrid | None:
-        """The grid that the checkpoint has a matrix on; None if it is stored otherwise, or isn't
-        made of whole stored rows."""
+        """The grid that the checkpoint has a matrix, or a stack, on; None if it is stored
+        otherwise, or isn't made of whole stored rows."""
         name = self._own_name(name)
-        source, _ = self._source(name)
-        if not isinstance(source, str | Part) or len(self.names[name]) != 2:
+        if len(self.names[name]) == 1:
             return None
-        grid = self._checkpoint.tensors[self._stored_name(name)].grid
-        return grid if grid is not None and self._stored_rows(name) is not None else None
+        grids = {self._checkpoint.tensors[each].grid for each in self._stored_shapes(name)}
+        grid = grids.pop() if len(grids) == 1 else None
+        is_stack = len(self.names[name]) == 3
+        return grid if grid and (is_stack or self._stored_rows(name) is not None) else None
 
     def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> QuantisedMatrix:
-        """A matrix that has a stored grid, as it is stored; or its rows [begin, end)."""
+        """A matrix that has a stored grid, as it is stored; or its rows [begin, end), of a stack
+        those experts."""
         name = self._own_name(name)
+        assert isinstance(self._checkpoint, StoresCodes)
+        source, _ = self._source(name)
+        if isinstance(source, Experts | StackedExperts):
+            return self._stacked_codes(name, source, range(*(rows or (0, self.names[name][0]))))
         numbers = self._stored_rows(name)
         assert numbers is not None
-        assert isinstance(self._checkpoint, StoresCodes)
         stored_name = self._stored_name(name)
         first, last, order = span_of(numbers[slice(*rows)] if rows else numbers)
         is_all = last - first == self._checkpoint.tensors[stored_name].shape[0]
@@ -196,42 +201,53 @@ class ModelWeights:
         read_stacked: Callable[[str], Tensor],
     ) -> Tensor:
         """Some experts of a stack. read_stacked: gives theirs of a stored stack."""
-        _, layer = self._source(name)
         shape = (len(experts), *self.names[name][1:])
-        templates = list(enumerate(source.templates))
-        if isinstance(source, Experts):
-            matrices = [
-                (slice(index, index + 1), place, template.format(l=layer, e=expert))
-                for index, expert in enumerate(experts)
-                for place, template in templates
-            ]
-            return self._put_together(name, shape, matrices, self._checkpoint.read)
-        if len(templates) == 1:
-            return read_stacked(source.templates[0].format(l=layer)).reshape(shape)
-        stacks = [(slice(None), place, template.format(l=layer)) for place, template in templates]
-        return self._put_together(name, shape, stacks, read_stacked)
-
-    def _put_together(
-        self,
-        name: str,
-        shape: Shape,
-        parts: Sequence[tuple[slice, int, str]],
-        read: Callable[[str], Tensor],
-    ) -> Tensor:
-        """Experts made of parts: experts, place and stored tensor, which holds those experts' rows
-        at that place, in rows of its own height. One is held beside the stack."""
+        read = self._checkpoint.read if isinstance(source, Experts) else read_stacked
+        parts = self._parts(name, source, experts)
+        if isinstance(source, StackedExperts) and len(parts) == 1:
+            return read(parts[0][2]).reshape(shape)
         stored = self._checkpoint.tensors
         is_mixed = len({stored[each].dtype for each in self._stored_shapes(name)}) > 1
         stack = None
-        for experts, place, part_name in parts:
+        for own, place, part_name in parts:
             part = read(part_name)
             if stack is None:
                 stack = np.empty(shape, np.float32 if is_mixed else part.dtype)
             rows = part.shape[-2]
-            stack[experts, place * rows : (place + 1) * rows] = part
-            del part
+            stack[own, place * rows : (place + 1) * rows] = part
+            del part  # one is held beside the stack
         assert stack is not None
         return stack
+
+    def _stacked_codes(
+        self, name: str, source: Experts | StackedExperts, experts: range
+    ) -> QuantisedMatrix:
+        """The same of a stack that has a stored grid."""
+        assert isinstance(self._checkpoint, StoresCodes)
+        grid, shape = self.stored_grid(name), self.names[name]
+        assert grid is not None
+        stack = empty_matrix(grid, (len(experts), *shape[1:]))
+        of_stack = (experts.start, experts.stop) if isinstance(source, StackedExperts) else None
+        for own, place, part_name in self._parts(name, source, experts):
+            part = self._checkpoint.read_codes(part_name, of_stack)
+            rows = part.shape[-2]
+            stack.take_rows((own, slice(place * rows, (place + 1) * rows))).fill(part)
+        return stack
+
+    def _parts(
+        self, name: str, source: Experts | StackedExperts, experts: range
+    ) -> list[tuple[slice, int, str]]:
+        """What some experts of a stack are made of: which of them, place and stored tensor, which
+        holds those experts' rows at that place, in rows of its own height."""
+        _, layer = self._source(name)
+        templates = list(enumerate(source.templates))
+        if isinstance(source, StackedExperts):
+            return [(slice(None), place, each.format(l=layer)) for place, each in templates]
+        return [
+            (slice(index, index + 1), place, template.format(l=layer, e=expert))
+            for index, expert in enumerate(experts)
+            for place, template in templates
+        ]
 
     def _stored_shapes(self, name: str) -> dict[str, Shape]:
         """Every stored tensor that a canonical one is made of, with the shape it must have."""

@@ -58,7 +58,9 @@ def test_codes_of_a_tensor_that_llama_cpp_quantised(kind, write_gguf, llama_meta
     assert matrix.codes.min() <= 1
 
 
-def test_only_matrices_of_the_three_types_have_a_grid(write_gguf, llama_metadata, quantised):
+def test_only_matrices_and_stacks_of_the_three_types_have_a_grid(
+    write_gguf, llama_metadata, quantised
+):
     kinds = (Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q6_K)
     tensors = {f"blk.0.{kind.name}": (kind, quantised(kind, 3, 256)) for kind in kinds}
     tensors["blk.0.F16"] = np.zeros((3, 32), np.float16)
@@ -70,4 +72,4 @@ def test_only_matrices_of_the_three_types_have_a_grid(write_gguf, llama_metadata
     assert checkpoint.tensors["blk.0.experts"].shape == (2, 3, 64)
     assert checkpoint.tensors["blk.0.vector"].shape == (32,)
     with_grid = {name for name, info in checkpoint.tensors.items() if info.grid is not None}
-    assert with_grid == {"blk.0.Q4_0"}
+    assert with_grid == {"blk.0.Q4_0", "blk.0.experts"}

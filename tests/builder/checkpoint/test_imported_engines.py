@@ -146,3 +146,30 @@ def test_int8_activations_meet_codes_with_zero_points(save_quantised, tmp_path):
     engine = compile(recipe, tmp_path / "engine")
     report = json.loads((engine / "report.json").read_text())
     assert max(report["verified"].values()) <= 2e-2
+
+
+def test_a_mixtures_experts_keep_their_codes(hf_model, compile_engine):
+    sizes = {"moe_intermediate_size": 96, "experts_implementation": "eager"}
+    sizes |= {"hidden_size": 64, "num_experts": 3, "num_experts_per_tok": 2}
+    saved = hf_model("qwen3_moe", **sizes, max_position_embeddings=64)
+    stored = {}
+    for name, weight in load_file(saved.path / "model.safetensors").items():
+        if ".experts." not in name:
+            stored[name] = weight
+            continue
+        linear = rounded_linear(weight, group_size=32)
+        stored |= of_module(name.removesuffix(".weight"), gptq(linear, version=2))
+        layer, expert, part = (name.split(".")[index] for index in (2, 5, 6))
+        experts = saved.model.model.layers[int(layer)].mlp.experts
+        own = experts.down_proj if part == "down_proj" else experts.gate_up_proj
+        rows = slice(96, None) if part == "up_proj" else slice(len(weight))
+        own.data[int(expert), rows] = torch.from_numpy(linear.values())
+    config = saved.config
+    (saved.path / "model.safetensors").unlink()
+    save_checkpoint(saved.path, stored, GPTQ | {"checkpoint_format": "gptq_v2"}, **config)
+    for scheme in ("stored-a16", "none"):
+        engine = compile_engine(saved, f"quantisation.scheme={scheme}")
+        manifest = json.loads((engine / "manifest.json").read_text())
+        stacks = [each for each in manifest["quantised"].values() if each["zero_points"]]
+        assert len(stacks) == (2 * len(saved.model.model.layers) if scheme != "none" else 0)
+        check(engine, saved.model)
