@@ -209,6 +209,7 @@ def _copy(source: Tensor, target: Tensor, parts: Sequence[Ranges]) -> None:
             assert isinstance(taken, QuantisedMatrix)
             place.fill(taken)
         else:
+            assert isinstance(taken, np.ndarray)
             place[...] = taken
 
 
