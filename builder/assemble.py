@@ -177,6 +177,8 @@ def begin_manifest(
         parallel=resolved.parallel.of_ranks,
         ranks=[],
         files={},
+        rotated=resolved.quantisation.rotation,
+        distilled=resolved.distillation is not None,
     )
 
 
@@ -190,6 +192,7 @@ def _quantised(plan: QuantPlan) -> dict[str, QuantisedTensor]:
             activation_group=plan.activation_groups.get(name, 0),
             static_activations=name in plan.activation_scales,
             is_fp8=grid.is_fp8,
+            method=plan.methods.get(name, ""),
         )
         for name, grid in plan.weights.items()
     }

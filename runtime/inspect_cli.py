@@ -122,6 +122,9 @@ def _rows(manifest: Manifest, derived: Derived) -> Iterable[Row]:
     yield "precision", manifest.precision + (" where not quantised" if manifest.quantised else "")
     for kind, count in manifest.quantised_kinds.items():
         yield "quantised", f"{count} tensors to {kind}"
+    changes = [("rotated", manifest.rotated), ("distilled", manifest.distilled)]
+    if any(is_so for _, is_so in changes):
+        yield "model was", ", ".join(word for word, is_so in changes if is_so)
     yield "target", target.describe()
     if isinstance(target, CpuTarget):
         yield "compiler", target.compiler

@@ -26,7 +26,7 @@ from llmbuild.runtime.target import (
     TensorrtTarget,
 )
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MANIFEST_NAME = "manifest.json"
 SCRATCH_BLOCK = 0  # physical block that padding writes to; never given to a sequence
 
@@ -200,10 +200,11 @@ class QuantisedTensor(Record, frozen=True):
     activation_group: Bytes  # columns of activations that share one, 0 where none are rounded
     static_activations: bool  # those scales are constants, not found row by row
     is_fp8: bool = False  # weights, and activations that are rounded, are FP8 (E4M3), else integers
+    method: str = ""  # that rounded it for its inputs; without, to nearest, or as it was stored
 
     def describe(self) -> str:
         """In a few words: int4 in groups of 32 with minimum, int8 activations in groups of 32,
-        static scales; fp8 by row, fp8 activations, static scales."""
+        static scales, by gptq; fp8 by row, fp8 activations, static scales."""
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
         offset = " with zero points" if self.zero_points else " with minimum"
         offset = "" if self.symmetric else offset
@@ -212,6 +213,7 @@ class QuantisedTensor(Record, frozen=True):
         if self.is_fp8 and group:  # one scale for all columns
             activations = "fp8 activations"
         activations += ", static scales" if self.static_activations else ""
+        activations += f", by {self.method}" if self.method else ""
         return f"{'fp8' if self.is_fp8 else f'int{self.bits}'} {groups}{offset}, {activations}"
 
 
@@ -235,6 +237,8 @@ class Manifest(Record, frozen=True):
     parallel: Parallel
     ranks: list[Rank]  # stage by stage
     files: dict[str, File]  # every file of the engine but the manifest, by relative path
+    rotated: bool = False  # the model is in rotated coordinates
+    distilled: bool = False  # quantised matrices were trained together
     digest: str = ""  # sha256 of the manifest's encoding while this is empty; `seal` fills it in
 
     def kv_of(self, rank: Rank) -> KVLayout:

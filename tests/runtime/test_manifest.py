@@ -47,6 +47,8 @@ def content() -> Content:
         "vocab_size": 97,
         "precision": "bf16",
         "quantised": {},
+        "rotated": False,
+        "distilled": False,
         "target": {
             "kind": "cpu",
             "machine": "x86_64",

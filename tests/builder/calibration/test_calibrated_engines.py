@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from llmbuild.builder.calibration import calibrate
 from llmbuild.builder.compile import compile
 from llmbuild.errors import BuildError, RecipeError
+from llmbuild.runtime.inspect_cli import inspect
 from llmbuild.runtime.isa import supported_levels
 from llmbuild.runtime.manifest import read_manifest
 
@@ -77,6 +79,11 @@ def test_a_calibrated_engine_is_verified_and_comes_out_the_same_again(
         assert weights_sha256(first) == weights_sha256(second)
 
 
+def told(engine: Path) -> str:
+    """What `llmbuild inspect` says of an engine."""
+    return " ".join(CliRunner().invoke(inspect, [str(engine)]).output.split())
+
+
 def test_a_rotated_model_is_calibrated_apart_with_the_samples_of_the_model(
     save_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -86,6 +93,10 @@ def test_a_rotated_model_is_calibrated_apart_with_the_samples_of_the_model(
     kept = [*(tmp_path / "cache" / "calibration").iterdir()]
     assert sorted(path.suffix for path in kept) == ["", "", ".npy"]
     assert weights_sha256(tmp_path / "true") != weights_sha256(tmp_path / "false")
+    rotated, plain = (told(tmp_path / name) for name in ("true", "false"))
+    assert "model was rotated" in rotated
+    assert "model was" not in plain
+    assert "int4 in groups of 32, unrounded activations, by gptq" in plain
 
 
 @pytest.mark.slow
@@ -162,6 +173,7 @@ def test_distillation_trains_what_a_method_rounded_and_is_reported(
     distilled = json.loads((engine / "report.json").read_text())["distilled"]
     assert distilled["steps"] == 20
     assert 0 < distilled["last_kl_nats"] < distilled["first_kl_nats"]
+    assert read_manifest(engine).distilled
 
 
 @pytest.mark.slow
