@@ -199,8 +199,9 @@ class _Walk:
         chosen borrows from the others: as many of all slots as there are columns."""
         source, name = _operands(node)
         x, shape = inputs.rounded(self._rounding(name)), self._step.weights[name].shape
-        borrowed = shape[-1] if made_by(source, "moe_gather") else 0
-        others = input_moments(x) if borrowed else torch.zeros(1)
+        columns = shape[-1]
+        borrowed = columns if made_by(source, "moe_gather") else 0
+        others = input_moments(x) if borrowed else torch.zeros(columns, columns)
         lost = total = 0.0
         stack = empty_matrix(self._plan.weights[name], shape)
         for expert, run in enumerate(_runs(node, values)):
@@ -250,8 +251,11 @@ class _Walk:
         shape = self._step.weights[name].shape
         if len(shape) == 2:
             return self._values(name).double().square().sum(0)
-        experts = (torch.from_numpy(self._expert(name, each)) for each in range(shape[0]))
-        return sum((each.double().square().sum(0) for each in experts), torch.zeros(shape[-1]))
+        squares = torch.zeros(shape[-1], dtype=torch.float64)
+        for expert in range(shape[0]):
+            values = self._expert(name, expert).astype(np.float64)
+            squares += torch.from_numpy(values).square().sum(0)
+        return squares
 
 
 def _operands(linear: ir.Node) -> tuple[ir.Value, str]:

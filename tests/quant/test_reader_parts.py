@@ -151,6 +151,30 @@ def test_vectors_and_stacks_are_cut_along_any_axis(whole: frozenset[str]) -> Non
         check_part(read.read_part(name, parts), model.tensors[name], parts)
 
 
+@pytest.mark.parametrize("block_items", [1, 3 * 22 * 96, 1 << 20])
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_quantised_stacks_are_cut_along_any_axis(
+    monkeypatch: pytest.MonkeyPatch, grid: WeightGrid, block_items: int
+) -> None:
+    monkeypatch.setattr(reader_module, "_BLOCK_ITEMS", block_items)
+    model = Model()
+    model.tensors["stack"] = np.random.default_rng(1).standard_normal(
+        (EXPERTS, 22, 192), np.float32
+    )
+    read = PlannedReader(model, QuantPlan({"stack": grid}))
+    whole = read("stack")
+    assert isinstance(whole, QuantisedMatrix)
+    for expert, values in enumerate(model.tensors["stack"]):
+        alone = round_to_nearest(values, grid)
+        for ours, theirs in zip(whole.take_rows(expert).arrays, alone.arrays, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    for experts in (((0, EXPERTS),), ((4, 5), (1, 3))):
+        parts: list[Ranges] = [experts, ((3, 8), (14, 19)), ((64, 192),)]
+        part = read.read_part("stack", parts)
+        assert isinstance(part, QuantisedMatrix)
+        np.testing.assert_array_equal(part.dequantised(), taken(whole.dequantised(), parts))
+
+
 def test_rows_are_read_a_block_at_a_time_and_others_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

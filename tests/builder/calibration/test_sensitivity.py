@@ -25,7 +25,7 @@ from llmbuild.builder.graph.passes.kv_scales import place_kv_scales
 from llmbuild.builder.graph.pipeline import run_passes
 from llmbuild.builder.graph.reference import run_steps
 from llmbuild.builder.graph.step_graph import StepGraph
-from llmbuild.builder.models.config import DecoderConfig
+from llmbuild.builder.models.config import DecoderConfig, MoeConfig
 from llmbuild.quant.evaluation.likelihood import mean_kl
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
 from llmbuild.quant.kv import channel_scales
@@ -124,12 +124,15 @@ def test_kl_of_rounded_matrices_is_that_of_two_whole_runs(
 ) -> None:
     """Against the graph whose matrices and activations the pass quantised. It fuses nodes, which
     sum in another order."""
-    variant = WIDE | {"tie_embeddings": tied, "o_bias": True}
+    moe = MoeConfig(5, 2, 32, normalise=True)
+    mixture = {"moe": moe, "moe_layers": tuple(layer == 2 for layer in range(LAYERS))}
+    variant = WIDE | mixture | {"tie_embeddings": tied, "o_bias": True}
     config, plain = decoder_config(**variant), traced(**variant)
     tensors, grid = random_tensors(plain), WeightGrid(4, 32, True)
     items = [
         *([f"layers.{n}.attention.{name}_proj.weight" for name in "qkvo"] for n in range(LAYERS)),
         ["layers.1.mlp.down_proj.weight"],
+        ["layers.2.mlp.experts.gate_up", "layers.2.mlp.experts.down"],
         ["embed.weight" if tied else "lm_head.weight"],
     ]
     plans = [

@@ -103,6 +103,16 @@ def test_quantisation_groups_of_columns_stay_whole(decoder_config: Config) -> No
             assert shard.heads.stop * 64 % 192 == 0
 
 
+def test_quantisation_groups_of_experts_stay_whole(decoder_config: Config) -> None:
+    moe = MoeConfig(5, 2, 480)
+    config = decoder_config(moe=moe, moe_layers=(True, True), num_heads=9, num_kv_heads=3)
+    plan = QuantPlan(weights={"layers.1.mlp.experts.down": WeightGrid(4, 96, symmetric=True)})
+    for tp in (2, 3, 5):
+        shards = make_shards(Parallel(tp=tp, pp=1), config, plan, [1, 1, 1])
+        assert all(shard.expert_mlp.start % 96 == 0 for shard in shards)
+        assert are_one_after_the_other([shard.expert_mlp for shard in shards], 480)
+
+
 def test_a_group_that_a_cut_would_part_is_refused_with_the_legal_pairs(
     decoder_config: Config,
 ) -> None:
