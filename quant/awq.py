@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from llmbuild.quant.clipping import search_levels
-from llmbuild.quant.grid import WeightGrid
+from llmbuild.quant.grid import WeightGrid, row_parts
+from llmbuild.quant.moments import energy
 
 _EXPONENTS = tuple(step / 20 for step in range(20))
 _SEARCHED_ROWS = 2048  # of a matrix, evenly spaced, that the search looks at
@@ -47,8 +48,9 @@ def _loss(
     weights: torch.Tensor, grid: WeightGrid, moments: torch.Tensor, stretch: torch.Tensor
 ) -> float:
     """Squared error of the products, a row's mean."""
-    stretched = weights * stretch
-    importance = moments.diagonal() / stretch.square()
-    levels = search_levels(stretched, grid, importance, shrinks=(1.0,))
-    error = levels.nearest(stretched) / stretch - weights
-    return float(((error @ moments) * error).sum()) / len(weights)
+    importance, loss = moments.diagonal() / stretch.square(), 0.0
+    for part in row_parts(tuple(weights.shape)):
+        stretched = weights[part] * stretch
+        levels = search_levels(stretched, grid, importance, shrinks=(1.0,))
+        loss += energy(levels.nearest(stretched).div_(stretch).sub_(weights[part]), moments)
+    return loss / len(weights)

@@ -75,7 +75,7 @@ class TensorStore:
         if loss is not None:
             self.losses[name] = loss
         if not isinstance(values, QuantisedMatrix):
-            save_file({"values": values.astype(np.float32)}, self._path(name))
+            save_file({"values": values.astype(np.float32, copy=False)}, self._path(name))
             return
         assert values.grid == self._grids[name]
         parts: dict[str, NDArray[Any]] = {"codes": values.codes, "scales": values.scales}

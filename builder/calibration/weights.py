@@ -32,7 +32,7 @@ from llmbuild.quant.awq import search_stretch
 from llmbuild.quant.clipping import round_clipped
 from llmbuild.quant.gptq import gptq
 from llmbuild.quant.grid import QuantisedMatrix, empty_matrix, row_parts
-from llmbuild.quant.moments import input_moments
+from llmbuild.quant.moments import FactoredMoments, energy, input_moments
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.reader import open_rows
 from llmbuild.quant.rtn import round_to_nearest
@@ -188,10 +188,9 @@ class _Walk:
                     self._store.put(f"{name}.{ACTIVATION_SCALES}", scales)
 
     def _round(self, name: str, inputs: "_Inputs") -> None:
-        values, moments = self.read_floats(name), inputs.moments(self._rounding(name))
-        with one_thread():
-            matrix = self._rounded(name, values, moments)
-            lost, total = _squares(values, matrix, moments)
+        rounding, is_gptq = self._rounding(name), self._plan.methods[name] == "gptq"
+        moments = inputs.factored(rounding) if is_gptq else inputs.moments(rounding)
+        matrix, lost, total = self._rounded(name, self.read_floats(name), moments)
         self._store.put(name, matrix, loss=lost / total if total > 0 else 0.0)
 
     def _round_experts(self, node: ir.Node, values: Values, inputs: "_Inputs") -> None:
@@ -208,24 +207,31 @@ class _Walk:
             length = run.stop - run.start
             own = input_moments(x[run]) * length if length else 0
             moments = (others * borrowed + own) / max(1, borrowed + length)
-            weights = self._expert(name, expert)
-            with one_thread():
-                matrix = self._rounded(name, weights, moments)
-                squares = _squares(weights, matrix, moments)
+            if self._plan.methods[name] == "gptq":
+                moments = FactoredMoments(moments)
+            matrix, its_lost, its_total = self._rounded(name, self._expert(name, expert), moments)
             stack.take_rows(expert).fill(matrix)
-            lost, total = lost + squares[0] * length, total + squares[1] * length
+            lost, total = lost + its_lost * length, total + its_total * length
         self._store.put(name, stack, loss=lost / total if total > 0 else 0.0)
 
     def _rounded(
-        self, name: str, values: NDArray[np.generic], moments: torch.Tensor
-    ) -> QuantisedMatrix:
-        """A matrix by the method that the plan has for it."""
-        grid, method = self._plan.weights[name], self._plan.methods[name]
-        if method == "gptq":
-            return gptq(values, moments, grid)
-        if method == "awq":
-            return round_clipped(values, grid, moments.diagonal())
-        return round_to_nearest(values, grid)
+        self, name: str, values: NDArray[np.generic], moments: torch.Tensor | FactoredMoments
+    ) -> tuple[QuantisedMatrix, float, float]:
+        """A matrix by the method that the plan has for it; the squared error of its products with
+        inputs of these moments, and the products' square."""
+        grid = self._plan.weights[name]
+        with one_thread():
+            if isinstance(moments, FactoredMoments):
+                matrix = gptq(values, moments, grid)
+                return matrix, *_squares(values, matrix, moments.energy)
+            is_awq = self._plan.methods[name] == "awq"
+            importance = moments.diagonal()
+            matrix = (
+                round_clipped(values, grid, importance)
+                if is_awq
+                else round_to_nearest(values, grid)
+            )
+            return matrix, *_squares(values, matrix, lambda rows: energy(rows, moments))
 
     def _multiply_experts(self, name: str, x: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
         """What every slot gets of its expert, whose weights alone are held."""
@@ -286,6 +292,7 @@ class _Inputs:
         self.static_scales: dict[_Rounding, torch.Tensor] = {}
         self._rounded: tuple[_Rounding, torch.Tensor] | None = None
         self._moments: tuple[_Rounding, torch.Tensor] | None = None
+        self._factored: tuple[_Rounding, FactoredMoments] | None = None
 
     def rounded(self, to: _Rounding) -> torch.Tensor:
         """As the numbers have it that it is rounded to."""
@@ -302,15 +309,22 @@ class _Inputs:
             self._moments = (of, input_moments(self.rounded(of)))
         return self._moments[1]
 
+    def factored(self, of: _Rounding) -> FactoredMoments:
+        """The same, factored; not kept beside each other, as either is large."""
+        if self._factored is None or self._factored[0] != of:
+            self._factored = (of, FactoredMoments(input_moments(self.rounded(of))))
+        return self._factored[1]
+
 
 def _squares(
-    values: NDArray[np.generic], matrix: QuantisedMatrix, moments: torch.Tensor
+    values: NDArray[np.generic],
+    matrix: QuantisedMatrix,
+    energy_of: Callable[[torch.Tensor], float],
 ) -> tuple[float, float]:
-    """Squared error of the matrix's products with inputs of these moments, and their square."""
+    """The energy of the matrix's error, and of the values."""
     lost = total = 0.0
     for part in row_parts(values.shape):
         exact = torch.from_numpy(values[part].astype(np.float32))
         error = torch.from_numpy(matrix.take_rows(part).dequantised()) - exact
-        lost += float(((error @ moments) * error).sum())
-        total += float(((exact @ moments) * exact).sum())
+        lost, total = lost + energy_of(error), total + energy_of(exact)
     return lost, total

@@ -19,6 +19,7 @@ from llmbuild.builder.models.config import DecoderConfig, MoeConfig
 from llmbuild.plugins.common.kv_pools import bind_kv_pools
 from llmbuild.quant.gptq import gptq
 from llmbuild.quant.grid import QuantisedMatrix, WeightGrid
+from llmbuild.quant.moments import FactoredMoments
 from llmbuild.quant.plan import QuantPlan
 from llmbuild.quant.rtn import round_to_nearest
 
@@ -120,9 +121,9 @@ def test_another_experts_tokens_are_not_what_it_is_rounded_for(
     """Codes of an expert are other than those that the tokens of all experts together give."""
     it = calibrated("gptq")
     x, _ = it.slots()
-    whole = torch.from_numpy((x.T @ x / len(x)).astype(np.float32))
+    whole = FactoredMoments(torch.from_numpy((x.T @ x / len(x)).astype(np.float32)))
     for expert in range(EXPERTS):
-        shared = gptq(it.tensors[GATE_UP][expert], whole.clone(), GRID)
+        shared = gptq(it.tensors[GATE_UP][expert], whole, GRID)
         assert (shared.codes != it.matrix(GATE_UP).codes[expert]).any()
 
 
