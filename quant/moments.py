@@ -13,31 +13,45 @@ def input_moments(x: torch.Tensor) -> torch.Tensor:
     hundreds of times stronger in some layers (Sun et al., "Massive Activations in Large Language
     Models", 2024), and would alone decide.
     """
-    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    limit = _STRONGEST * norms.median()
-    capped = x * (limit / norms.clamp(min=1e-30)).clamp(max=1)
-    return capped.T @ capped / len(x)
+    capped = _capped(x)
+    return (capped.T @ capped).div_(len(x))
 
 
 class FactoredMoments:
-    """Moments M as L L^T = M + damping: one matrix beside them while they are factored, and none
-    afterwards.
+    """Moments M as L L^T = M + damping.
 
     order: columns by ascending strength, in which L is lower triangular. importance: M's diagonal,
     the columns in their own order. feedback: fp32, L with each column divided by its diagonal.
     """
 
-    def __init__(self, moments: torch.Tensor) -> None:
-        self.importance = moments.diagonal().clone()
-        self.order = self.importance.argsort(descending=True, stable=True).flip(0)
-        factor = moments[self.order[:, None], self.order]
-        strength = float(self.importance.mean())
+    def __init__(
+        self, ordered: torch.Tensor, order: torch.Tensor, importance: torch.Tensor
+    ) -> None:
+        """ordered: M with rows and columns in this order, which is overwritten."""
+        self.order, self.importance = order, importance
+        strength = float(importance.mean())
         self._damping = DAMPING * strength if strength > 0 else 1.0
-        factor.diagonal().add_(self._damping)
+        ordered.diagonal().add_(self._damping)
         # LAPACK's matrices are column-major: of one that is symmetric, this is the same memory.
-        self.feedback = torch.linalg.cholesky(factor.mT, out=factor.mT)
+        self.feedback = torch.linalg.cholesky(ordered.mT, out=ordered.mT)
         self._diagonal = self.feedback.diagonal().clone()
         self.feedback /= self._diagonal
+
+    @classmethod
+    def of(cls, moments: torch.Tensor) -> "FactoredMoments":
+        """Of moments as input_moments gives them, which stay as they are."""
+        importance = moments.diagonal().clone()
+        order = _ascending(importance)
+        return cls(moments[order[:, None], order], order, importance)
+
+    @classmethod
+    def of_inputs(cls, x: torch.Tensor) -> "FactoredMoments":
+        """Those of input_moments(x), but only one matrix of their size is ever held."""
+        capped = _capped(x)
+        importance = capped.square().mean(0)
+        order = _ascending(importance)
+        capped = capped[:, order]
+        return cls((capped.T @ capped).div_(len(x)), order, importance)
 
     def energy(self, rows: torch.Tensor) -> float:
         """The sum of w M w^T over rows w [rows, columns]."""
@@ -50,3 +64,14 @@ class FactoredMoments:
 def energy(rows: torch.Tensor, moments: torch.Tensor) -> float:
     """The sum of w M w^T over rows w [rows, columns], of moments M."""
     return float((rows @ moments).mul_(rows).sum())
+
+
+def _capped(x: torch.Tensor) -> torch.Tensor:
+    """Rows with their norms limited."""
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    limit = _STRONGEST * norms.median()
+    return x * (limit / norms.clamp(min=1e-30)).clamp(max=1)
+
+
+def _ascending(importance: torch.Tensor) -> torch.Tensor:
+    return importance.argsort(descending=True, stable=True).flip(0)

@@ -97,6 +97,7 @@ class _Walk:
         self._read, self._store = read, store
         self._inputs = _Inputs(None, torch.empty(0))
         self._scaled: set[str] = set()  # whose static scales are found
+        self._waiting = {*plan.methods}  # to be rounded
 
     def read_floats(self, name: str) -> NDArray[np.generic]:
         """A tensor's values as the engine will have them."""
@@ -117,6 +118,9 @@ class _Walk:
                 self._round(name, self._inputs)
             else:
                 self._round_experts(node, values, self._inputs)
+            self._waiting.discard(name)
+            if self._waiting.isdisjoint(_readers(source)):
+                self._inputs.forget_moments()
         return name
 
     def multiply(self, node: ir.Node, values: Values) -> None:
@@ -151,8 +155,11 @@ class _Walk:
         if scale is None or not self._may_change([*readers, *scale.tensors]):
             return inputs
         stretch = scale.tied(self._search(readers, inputs))
+        inputs.forget_moments()
         for name in readers:
-            self._store.put(name, self.read_floats(name) * stretch.numpy())
+            stretched = self.read_floats(name).astype(np.float32)
+            stretched *= stretch.numpy()
+            self._store.put(name, stretched)
         for name in scale.tensors:
             self._store.divide_rows(name, self._read, scale.of_rows(stretch).numpy())
         values[source] = values[source] / stretch
@@ -208,7 +215,7 @@ class _Walk:
             own = input_moments(x[run]) * length if length else 0
             moments = (others * borrowed + own) / max(1, borrowed + length)
             if self._plan.methods[name] == "gptq":
-                moments = FactoredMoments(moments)
+                moments = FactoredMoments.of(moments)
             matrix, its_lost, its_total = self._rounded(name, self._expert(name, expert), moments)
             stack.take_rows(expert).fill(matrix)
             lost, total = lost + its_lost * length, total + its_total * length
@@ -310,10 +317,14 @@ class _Inputs:
         return self._moments[1]
 
     def factored(self, of: _Rounding) -> FactoredMoments:
-        """The same, factored; not kept beside each other, as either is large."""
+        """The same, factored."""
         if self._factored is None or self._factored[0] != of:
-            self._factored = (of, FactoredMoments(input_moments(self.rounded(of))))
+            self._factored = (of, FactoredMoments.of_inputs(self.rounded(of)))
         return self._factored[1]
+
+    def forget_moments(self) -> None:
+        """They are as large as a matrix, or larger, and no longer needed."""
+        self._moments = self._factored = None
 
 
 def _squares(

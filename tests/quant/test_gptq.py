@@ -61,7 +61,7 @@ def of_paper(
 @grids
 def test_codes_are_those_of_the_paper(grid: WeightGrid) -> None:
     moments = input_moments(correlated_inputs())
-    got = gptq(weights(), FactoredMoments(moments), grid).dequantised()
+    got = gptq(weights(), FactoredMoments.of(moments), grid).dequantised()
     expected = of_paper(weights(), moments, grid)
     # A tie that float32 decides the other way changes what follows in its row.
     agreeing = (np.abs(got - expected) < 1e-4).mean()
@@ -72,7 +72,7 @@ def test_codes_are_those_of_the_paper(grid: WeightGrid) -> None:
 def test_products_are_nearer_than_with_each_weight_rounded_alone(grid: WeightGrid) -> None:
     x, values = correlated_inputs().double().numpy(), weights()
     moments = input_moments(correlated_inputs())
-    compensated = gptq(values, FactoredMoments(moments), grid).dequantised()
+    compensated = gptq(values, FactoredMoments.of(moments), grid).dequantised()
     alone = round_clipped(values, grid, moments.diagonal()).dequantised()
     lost = [np.square(x @ (each - values).T).sum() for each in (compensated, alone)]
     assert lost[0] < 0.6 * lost[1]
@@ -81,7 +81,7 @@ def test_products_are_nearer_than_with_each_weight_rounded_alone(grid: WeightGri
 @grids
 def test_uncorrelated_inputs_leave_nothing_to_make_up_for(grid: WeightGrid) -> None:
     moments = torch.diag(torch.linspace(3, 1, COLUMNS))
-    got = gptq(weights(), FactoredMoments(moments), grid)
+    got = gptq(weights(), FactoredMoments.of(moments), grid)
     alone = round_clipped(weights(), grid, moments.diagonal())
     np.testing.assert_array_equal(got.codes, alone.codes)
 
@@ -90,7 +90,7 @@ def test_uncorrelated_inputs_leave_nothing_to_make_up_for(grid: WeightGrid) -> N
 def test_parts_of_any_size_give_the_same_matrix(
     grid: WeightGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moments = FactoredMoments(input_moments(correlated_inputs()))
+    moments = FactoredMoments.of(input_moments(correlated_inputs()))
     whole = gptq(weights(), moments, grid)
     monkeypatch.setattr(grid_module, "_PART_ITEMS", 2 * COLUMNS + 1)
     parts = gptq(weights(), moments, grid)
@@ -102,8 +102,8 @@ def test_parts_of_any_size_give_the_same_matrix(
 def test_inputs_that_are_always_zero_are_no_trouble() -> None:
     x = correlated_inputs()
     x[:, 40:60] = 0
-    matrix = gptq(weights(), FactoredMoments(input_moments(x)), WeightGrid(4, 32, True))
+    matrix = gptq(weights(), FactoredMoments.of(input_moments(x)), WeightGrid(4, 32, True))
     assert np.isfinite(matrix.dequantised()).all()
-    silence = FactoredMoments(torch.zeros(COLUMNS, COLUMNS))
+    silence = FactoredMoments.of(torch.zeros(COLUMNS, COLUMNS))
     silent = gptq(weights(), silence, WeightGrid(4, 32, True))
     assert np.isfinite(silent.dequantised()).all()

@@ -24,7 +24,7 @@ def test_moments_are_the_mean_of_outer_products_with_norms_limited() -> None:
 def test_factored_moments_are_the_damped_ones_by_ascending_strength() -> None:
     x = np.random.default_rng(1).standard_normal((90, 37)) * np.linspace(2, 0.1, 37)
     moments = x.T @ x / len(x)
-    factored = FactoredMoments(torch.tensor(moments, dtype=torch.float32))
+    factored = FactoredMoments.of(torch.tensor(moments, dtype=torch.float32))
     strengths = moments.diagonal()
     order = factored.order.numpy()
     assert (np.diff(strengths[order]) >= 0).all()
@@ -44,5 +44,15 @@ def test_energy_is_that_of_the_products_with_and_without_factors() -> None:
     wanted = np.square(x @ rows.T).sum() / len(x)
     given = torch.tensor(rows, dtype=torch.float32)
     assert abs(energy(given, moments) / wanted - 1) < 1e-5
-    assert abs(FactoredMoments(moments).energy(given) / wanted - 1) < 1e-5
-    assert FactoredMoments(torch.zeros(33, 33)).energy(given) == 0
+    assert abs(FactoredMoments.of(moments).energy(given) / wanted - 1) < 1e-5
+    assert FactoredMoments.of(torch.zeros(33, 33)).energy(given) == 0
+
+
+def test_moments_factored_from_inputs_are_those_of_their_moments() -> None:
+    rng = np.random.default_rng(3)
+    x = torch.tensor(rng.standard_normal((120, 37)) * rng.uniform(0.2, 3, 37), dtype=torch.float32)
+    x[5] *= 300
+    ours, theirs = FactoredMoments.of_inputs(x), FactoredMoments.of(input_moments(x))
+    torch.testing.assert_close(ours.order, theirs.order)
+    torch.testing.assert_close(ours.importance, theirs.importance)
+    torch.testing.assert_close(ours.feedback, theirs.feedback, atol=1e-5, rtol=1e-4)

@@ -121,7 +121,7 @@ def test_another_experts_tokens_are_not_what_it_is_rounded_for(
     """Codes of an expert are other than those that the tokens of all experts together give."""
     it = calibrated("gptq")
     x, _ = it.slots()
-    whole = FactoredMoments(torch.from_numpy((x.T @ x / len(x)).astype(np.float32)))
+    whole = FactoredMoments.of(torch.from_numpy((x.T @ x / len(x)).astype(np.float32)))
     for expert in range(EXPERTS):
         shared = gptq(it.tensors[GATE_UP][expert], whole, GRID)
         assert (shared.codes != it.matrix(GATE_UP).codes[expert]).any()
