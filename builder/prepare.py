@@ -5,6 +5,7 @@ from pathlib import Path
 
 from llmbuild.builder.assemble import Model, traced_precision
 from llmbuild.builder.calibration.calibrate import Calibration
+from llmbuild.builder.calibration.distil import trained_names
 from llmbuild.builder.calibration.store import TensorStore
 from llmbuild.builder.checkpoint.tokenizer import write_tokenizer
 from llmbuild.builder.graph.step_graph import StepGraph
@@ -43,7 +44,7 @@ def prepare(
     with stages.stage("trace"):
         step = trace(model.config, traced_precision(resolved))
     plan = plan_quantisation(resolved.quantisation, step, model.weights, resolved.target.kind)
-    if resolved.distillation is not None and not plan.methods:
+    if resolved.distillation is not None and not trained_names(step, plan):
         raise RecipeError(f"recipe {resolved.name}:\n  distillation: given; {NOTHING_TO_TRAIN}")
     untie_head(step, plan)
     calibration = Calibration(model, resolved, base_dir, root, stages)

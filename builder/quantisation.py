@@ -56,16 +56,17 @@ def plan_quantisation(
 
 
 def untie_head(step: StepGraph, plan: QuantPlan) -> None:
-    """Give a head that the plan names apart from the embedding a weight of its own."""
-    if HEAD not in plan.weights or HEAD in step.weights or EMBEDDING not in step.weights:
+    """Give a head that the plan names apart from the embedding, and that reads the embedding as
+    traced, a weight of its own."""
+    embedding = step.graph.initializers.get(EMBEDDING)
+    heads = [node for node in nodes_of(step.graph, "linear") if node.inputs[1] is embedding]
+    if embedding is None or HEAD not in plan.weights or not heads:
         return
-    embedding = step.graph.initializers[EMBEDDING]
     head = ir.Value(name=HEAD, shape=embedding.shape, type=embedding.type)
     step.graph.initializers[HEAD] = head
     step.weights[HEAD] = replace(step.weights[EMBEDDING], sources=(HEAD,))
-    for node in nodes_of(step.graph, "linear"):
-        if node.inputs[1] is embedding:
-            node.replace_input_with(1, head)
+    for node in heads:
+        node.replace_input_with(1, head)
     if not embedding.uses():  # the last of several stages takes no rows of it
         del step.graph.initializers[EMBEDDING], step.weights[EMBEDDING]
 

@@ -63,7 +63,8 @@ def search_levels(
     width = grid.columns_of(weights.shape[1])
     grouped, importance = weights.unflatten(1, (-1, width)), importance.view(-1, width, 1)
     shape = (*grouped.shape[:2], 1)
-    kept = Levels(torch.zeros(shape), torch.zeros(shape), (1 << grid.bits) - 1)
+    # Where no candidate is a number, neither is what is kept, and whoever reads it is told.
+    kept = Levels(torch.full(shape, torch.nan), torch.zeros(shape), (1 << grid.bits) - 1)
     for part in row_parts(weights.shape, _SEARCHED_ITEMS):
         _search(grouped[part], grid, importance, shrinks, kept.of_rows(part))
     return kept

@@ -104,6 +104,29 @@ def test_tokens_are_those_of_transformers_with_rounded_experts(
     assert [*prompt, *got.token_ids] == expected
 
 
+@pytest.mark.slow
+def test_static_scales_of_experts_are_cut_for_ranks(
+    hf_model: Callable[..., Any], compile_engine: Callable[..., Path]
+) -> None:
+    scheme = settings("scheme=w8a8-static", "group_size=32")
+    engine = compile_engine(
+        hf_model("qwen3_moe", **MIXTURE), *scheme, *CALIBRATION, "parallel.tp=2"
+    )
+    report = json.loads((engine / "report.json").read_text())
+    assert all(worst is not None for worst in report["verified"].values())
+
+
+def test_experts_alone_are_nothing_to_distil(
+    hf_model: Callable[..., Any], compile_engine: Callable[..., Path]
+) -> None:
+    override = (
+        '[{"match": "*.mlp.experts.*", "scheme": "w4a8", "group_size": 32, "method": "gptq"}]'
+    )
+    chosen = (f"quantisation.overrides={override}", "quantisation.scheme=none")
+    with pytest.raises(RecipeError, match="distillation: given; no matrix that it could train"):
+        compile_engine(hf_model("qwen3_moe", **MIXTURE), *chosen, "distillation={steps: 1}")
+
+
 def test_a_group_that_does_not_fit_experts_is_refused_with_those_that_do(
     hf_model: Callable[..., Any], compile_engine: Callable[..., Path]
 ) -> None:

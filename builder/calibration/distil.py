@@ -34,6 +34,7 @@ _RATES = Rates(positions=0.02, scales=0.002)
 _WARM_UP = 0.1  # of the steps, in which rates rise
 _LOGITS_AT_ONCE = 1 << 25  # so many a thread holds: 128 MB in fp32, several times
 _BYTES_A_WEIGHT = 20  # position, two moments, gradient, and in bf16 its value and the model's
+_BYTES_AN_EXPERTS_WEIGHT = 8  # in fp32, the model's and the rounded one's
 _BYTES_A_LOGIT = 64  # measured: of both models, logarithms, gradients, and activations beside
 
 
@@ -55,7 +56,7 @@ def distil(
     model as it was and as it is rounded. tokens: [sequences, length], gone through in an order that
     follows from the seed.
     """
-    names = _trained_names(step, plan)
+    names = trained_names(step, plan)
     trained = {name: TrainedMatrix(_stored(store, name), _RATES) for name in names}
     teacher = Side(step, config, functools.cache(read_model), linear_matrices(step, read_model), {})
     others = linear_matrices(step, read_rounded, without=trained)
@@ -77,11 +78,14 @@ def needed_bytes(
     step: StepGraph, config: DecoderConfig, plan: QuantPlan, batch: int, length: int
 ) -> int:
     """About what training holds beyond the base, for `batch` sequences of this length a step."""
-    weights = sum(math.prod(step.weights[name].shape) for name in _trained_names(step, plan))
+    sizes = {name: math.prod(weight.shape) for name, weight in step.weights.items()}
+    weights = sum(sizes[name] for name in trained_names(step, plan))
+    experts = sum(size for name, size in sizes.items() if len(step.weights[name].shape) == 3)
     threads = torch.get_num_threads()
     of_sequence = length * config.vocab_size
     logits = min(max(_LOGITS_AT_ONCE, of_sequence), batch * of_sequence)
-    return _BYTES_A_WEIGHT * weights + threads * (_BYTES_A_LOGIT * logits + 2 * weights)
+    of_threads = threads * (_BYTES_A_LOGIT * logits + 2 * weights)
+    return _BYTES_A_WEIGHT * weights + _BYTES_AN_EXPERTS_WEIGHT * experts + of_threads
 
 
 def kl_gradients(
@@ -98,8 +102,8 @@ def kl_gradients(
     return sum(loss for loss, _ in shares), total
 
 
-def _trained_names(step: StepGraph, plan: QuantPlan) -> list[str]:
-    """What calibrated methods rounded, but for experts, of which a batch reaches few."""
+def trained_names(step: StepGraph, plan: QuantPlan) -> list[str]:
+    """Those that calibrated methods rounded, but for experts, of which a batch reaches few."""
     return [name for name in plan.methods if len(step.weights[name].shape) == 2]
 
 

@@ -9,8 +9,8 @@ from llmbuild.builder.recipe.section import Section
 
 DEFAULT_BATCH = 8
 NOTHING_TO_TRAIN = (
-    "no matrix is rounded by gptq, awq or smoothquant, which it could train: choose one of them as "
-    "quantisation.method, or leave it out"
+    "no matrix that it could train is rounded by gptq, awq or smoothquant (experts of a mixture "
+    "aren't trained): choose one of them as quantisation.method, or leave it out"
 )
 
 NOT_OF_FP8 = (

@@ -22,7 +22,7 @@ def own_plan(plan: QuantPlan, shard: Shard, config: DecoderConfig) -> QuantPlan:
     for name, whole in plan.activation_scales.items():
         group = plan.activation_groups[name]
         columns = (len(whole) * group,)
-        ((begin, end),) = own_ranges(shard, config, columns, splits[name][1:])[0]
+        ((begin, end),) = own_ranges(shard, config, columns, splits[name][-1:])[0]
         if len(whole) == 1:  # of all columns, so of any
             scales[name], groups[name] = whole, end - begin
         else:

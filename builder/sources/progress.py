@@ -35,14 +35,18 @@ class PlainProgress:
 
     @contextmanager
     def task(self, label: str, total_bytes: int | None) -> Iterator[Advance]:
+        """A line at the start, and at most one every _LINE_SECONDS from then on."""
         size = "" if total_bytes is None else f" ({total_bytes / 1e6:.1f} MB)"
         self.note(f"{label}{size}")
-        yield lambda _: None
+        yield self._counter(label, lambda done: f"{done / 1e6:.1f} MB")
 
     @contextmanager
     def counted(self, label: str, total: int) -> Iterator[Advance]:
         """A line at the start, and at most one every _LINE_SECONDS from then on."""
         self.note(f"{label}: 0 of {total}")
+        yield self._counter(label, lambda done: f"{done} of {total}")
+
+    def _counter(self, label: str, words: Callable[[int], str]) -> Advance:
         done, said_at = 0, time.monotonic()
 
         def advance(count: int) -> None:
@@ -50,9 +54,9 @@ class PlainProgress:
             done += count
             if time.monotonic() - said_at >= _LINE_SECONDS:
                 said_at = time.monotonic()
-                self.note(f"{label}: {done} of {total}")
+                self.note(f"{label}: {words(done)}")
 
-        yield advance
+        return advance
 
     def busy(self, label: str) -> AbstractContextManager[object]:
         return nullcontext()

@@ -5,6 +5,7 @@ import mmap
 import os
 from array import array
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # greedy serving does without numpy, whose import takes longe
 
 ABI = "llmbuild-cpu-4"
 _TOO_LARGE, _RANK_FAILED = 1, 2  # what a step can end with, beside 0
+_MOST_SLASHES = 2000  # of a path's 4,096 bytes
+_openings = count()
 
 
 class RanksConfig(ctypes.Structure):
@@ -203,9 +206,16 @@ def _sizes(batch: StepBatch) -> "array[int]":
     return array("i", (*counts, batch.blocks_per_sequence))
 
 
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library that the file holds now. The dynamic loader takes a name that it knows for the
+    file that it was then, and libraries of C++ stay; so each time the name has other slashes."""
+    slashes = "/" * (1 + next(_openings) % _MOST_SLASHES)
+    return ctypes.CDLL(f"{path.parent}{slashes}{path.name}")
+
+
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(path))
+        library = open_library(path)
         library.llmbuild_abi.restype = ctypes.c_char_p
         abi = library.llmbuild_abi().decode()
     except (OSError, AttributeError) as error:

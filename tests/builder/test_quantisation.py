@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from llmbuild.builder.graph.step_graph import StepGraph
-from llmbuild.builder.models.config import MoeConfig
-from llmbuild.builder.quantisation import plan_quantisation
+from llmbuild.builder.graph.trace import trace
+from llmbuild.builder.models.config import DecoderConfig, MoeConfig
+from llmbuild.builder.quantisation import plan_quantisation, untie_head
 from llmbuild.builder.recipe.quantisation import Quantisation
+from llmbuild.builder.shard.split import make_shards
 from llmbuild.errors import RecipeError
 from llmbuild.quant.grid import WeightGrid
 from llmbuild.quant.plan import QuantPlan
+from llmbuild.runtime.manifest import Parallel
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
 WIDE |= {"num_layers": 1, "windows": (0,), "layer_ropes": (0,), "qkv_bias": True}
@@ -70,6 +73,22 @@ def test_a_head_that_is_the_embedding_is_fp8_apart_from_it(
     names = ATTENTION | MLP | {"lm_head.weight"}
     assert found.weights == dict.fromkeys(names, WeightGrid(8, 0, True, is_fp8=True))
     assert found.static == names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_the_stage_that_has_the_head_gets_one_of_its_own(
+    decoder_config: Callable[..., DecoderConfig], tied: bool
+) -> None:
+    """A tied head that gptq rounds is another matrix than the embedding; an untied one was."""
+    config = decoder_config(tie_embeddings=tied)
+    both = QuantPlan({"lm_head.weight": WeightGrid(8, 0, True)}, methods={"lm_head.weight": "gptq"})
+    held = []
+    for shard in make_shards(Parallel(tp=1, pp=2), config, both, [1, 1, 1]):
+        step = trace(config, "fp32", shard)
+        untie_head(step, both)
+        assert set(step.graph.initializers) == {*step.weights, *step.constants}
+        held.append({"embed.weight", "lm_head.weight"} & {*step.weights})
+    assert held == [{"embed.weight"}, {"lm_head.weight"}]
 
 
 def test_a_mixtures_experts_are_quantised_and_its_router_stays(

@@ -78,3 +78,13 @@ def test_the_code_that_only_one_side_has_goes_to_the_larger_weight() -> None:
 def test_rows_of_zeros_stay_zeros(grid: WeightGrid) -> None:
     matrix = round_clipped(weights(), grid, torch.tensor(importance()))
     np.testing.assert_array_equal(matrix.dequantised()[3], 0)
+
+
+@grids
+def test_weights_that_no_scale_reaches_have_no_number_for_one(grid: WeightGrid) -> None:
+    """As rounded to nearest, so that whoever reads them is told."""
+    values = weights()
+    values[2, 40] = 1e12
+    group = 40 // grid.columns_of(96)
+    scales = round_clipped(values, grid, torch.tensor(importance())).scales
+    assert np.argwhere(~np.isfinite(scales)).tolist() == [[2, group]]
