@@ -38,8 +38,9 @@ class Levels:
         return Levels(self.scales[part], self.offsets[part], self.last_code)
 
     def round(self, weights: torch.Tensor) -> torch.Tensor:
-        """The nearest codes, as fp32; weights broadcast with the scales."""
-        inverse = torch.where(self.scales == 0, 0, 1 / self.scales)
+        """The nearest codes, as fp32, 0 where a scale is 0 or no number; weights broadcast with the
+        scales."""
+        inverse = (1 / self.scales).nan_to_num_(0, 0, 0)
         return torch.sub(weights, self.offsets).mul_(inverse).round_().clamp_(0, self.last_code)
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
