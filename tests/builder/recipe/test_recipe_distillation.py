@@ -50,7 +50,10 @@ def test_the_default_batch_is_cut_to_what_is_there(
             {"distillation": {"steps": 1}, "quantisation": "w8a8"},
             "no matrix that it could train is rounded by gptq",
         ),
-        ({"distillation": {"steps": 1}, "quantisation": "stored-a8"}, "no matrix that it could train"),
+        (
+            {"distillation": {"steps": 1}, "quantisation": "stored-a8"},
+            "no matrix that it could train",
+        ),
         (
             {
                 "distillation": {"steps": 1},
