@@ -32,6 +32,8 @@ class PrecisionPlan(Section):
 
 def read_plan(path: Path) -> PrecisionPlan:
     """Raises RecipeError, which lists every problem of the file, one a line."""
+    if not path.exists():
+        raise RecipeError(f"plan {path}: No such file; `plan` is a path from the recipe's folder")
     content = read_recipe(path, "plan")
     try:
         return PrecisionPlan.model_validate(content)
