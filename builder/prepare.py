@@ -44,9 +44,9 @@ def prepare(
     with stages.stage("trace"):
         step = trace(model.config, traced_precision(resolved))
     plan = plan_quantisation(resolved.quantisation, step, model.weights, resolved.target.kind)
+    untie_head(step, plan)
     if resolved.distillation is not None and not trained_names(step, plan):
         raise RecipeError(f"recipe {resolved.name}:\n  distillation: given; {NOTHING_TO_TRAIN}")
-    untie_head(step, plan)
     calibration = Calibration(model, resolved, base_dir, root, stages)
     calibrated = calibration.tensors(plan) if plan.needs_calibration else None
     if calibrated is not None:

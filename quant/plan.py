@@ -103,8 +103,8 @@ def make_plan(
     if not weights and any(rule.scheme and rule.scheme.weight_bits is None for rule in rules):
         raise RecipeError(
             "quantisation.scheme keeps the codes that the checkpoint stores, and it stores no "
-            "linear's weights on a grid (Q4_0, Q4_1, Q8_0, GPTQ, AWQ, compressed-tensors); choose "
-            "w4a8 or w8a8 to quantise them"
+            "linear's weights on a grid (Q4_0, Q4_1, Q8_0, GPTQ, AWQ, compressed-tensors), and no "
+            "mixture's gate and up on the same one; choose w4a8 or w8a8 to quantise them"
         )
     return QuantPlan(weights, activation_groups, methods, frozenset(static))
 

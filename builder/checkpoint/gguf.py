@@ -130,5 +130,5 @@ def _read_codes(path: Path, tensor: GgufTensor, grid: WeightGrid) -> QuantisedMa
         else:
             halves = stored ^ 0x80  # int8 to codes around 128
         codes[part] = halves.reshape(count, columns)
-    codes, numbers = codes.reshape(*stack, columns), numbers.reshape(-1, *stack, groups)
+    codes, numbers = codes.reshape(*stack, columns), numbers.reshape(len(numbers), *stack, groups)
     return QuantisedMatrix(grid, codes, numbers[0], None if grid.symmetric else numbers[1])
