@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from recipe_texts import HASH, MINIMAL, RTX, TENSORRT, changed, resolve, write
 
 from llmbuild.builder.recipe.problems import known_keys
-from llmbuild.builder.recipe.recipe import Recipe, ResolvedRecipe, effective_yaml, load_recipe
+from llmbuild.builder.recipe.recipe import (
+    DEFAULT_MAX_SEQUENCE_LENGTH,
+    Recipe,
+    ResolvedRecipe,
+    effective_yaml,
+    load_recipe,
+)
 from llmbuild.builder.recipe.target import SCHEMES
 from llmbuild.errors import RecipeError
 from llmbuild.runtime.target import CPU
@@ -157,7 +163,12 @@ def recipes(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
         },
         "quantisation": draw(quantisations()),
         "buckets": sorted(buckets),
-        "calibration": {"data": "a.txt", "sequences": 3, "length": length, "seed": 7},
+        "calibration": {
+            "data": "a.txt",
+            "sequences": 3,
+            "length": min(length, DEFAULT_MAX_SEQUENCE_LENGTH),  # the limit where none is given
+            "seed": 7,
+        },
         "verify": {"tolerance": draw(st.floats(0, 1, exclude_min=True))},
     }
     given_keys = draw(st.sets(st.sampled_from(sorted(optional))))
