@@ -2,6 +2,7 @@
 that are rounded by plain loops."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from llmbuild import LLM, SamplingParams
 from llmbuild.errors import RecipeError
@@ -135,3 +137,24 @@ def test_a_group_that_does_not_fit_experts_is_refused_with_those_that_do(
     lines = str(refused.value).splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == STACKS[1::2]
     assert all("on rows of 96 columns, which allow group sizes 32, 96" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_plan_counts_of_experts_what_a_token_reads(
+    hf_model: Callable[..., Any],
+    compile_engine: Callable[..., Path],
+    run_llmbuild: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    saved = hf_model("qwen3_moe", **MIXTURE)
+    compile_engine(saved)  # leaves the recipe
+    chosen = [each for key in settings("scheme=w8a16") for each in ("--set", key)]
+    asked = ("--out", tmp_path / "plan.yaml", "--weight-ratio", 0.5, "--sequences", 1)
+    done = run_llmbuild("plan", tmp_path / "recipe.yaml", *asked, *chosen)
+    assert done.returncode == 0, done.stderr
+    figures = yaml.safe_load((tmp_path / "plan.yaml").read_text())["measured"]["quantisation"]
+    attention, router, experts = 2 * 64 * 64 + 2 * 32 * 64, 5 * 64, 2 * 3 * 96 * 64
+    full_bytes = 4 * (2 * (attention + router + experts) + 97 * 64)
+    assert figures["ratio"] == pytest.approx(figures["bytes_a_step"] / full_bytes, abs=1e-4)
+    assert figures["ratio"] <= 0.5
+    assert any(match.startswith("layers.0.mlp.") for match in figures["kl_nats"])

@@ -103,7 +103,7 @@ def kl_gradients(
 
 
 def trained_names(step: StepGraph, plan: QuantPlan) -> list[str]:
-    """Those that calibrated methods rounded, but for experts, of which a batch reaches few."""
+    """What calibrated methods rounded, but for experts, of which a batch reaches few."""
     return [name for name in plan.methods if len(step.weights[name].shape) == 2]
 
 

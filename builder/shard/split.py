@@ -198,7 +198,7 @@ def _no_such_pair(parallel: Parallel, config: DecoderConfig) -> RecipeError:
 
 
 def _legal_group_sizes(tp: int, config: DecoderConfig) -> Iterator[str]:
-    """Group sizes that every cut of o_proj's and down_proj's columns leaves whole."""
+    """Group sizes that every cut of o_proj's and down_proj's columns, experts' too, keeps whole."""
     heads, _ = split_heads(config.num_heads, config.num_kv_heads, tp)
     sizes = list(_mlp_sizes(config).values())
     widths = [config.q_size, *sizes]
