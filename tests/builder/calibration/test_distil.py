@@ -225,3 +225,20 @@ def test_experts_pass_gradients_on_and_stay_as_they_were_rounded(
         assert isinstance(matrix, QuantisedMatrix)
         assert isinstance(kept, QuantisedMatrix)
         assert np.array_equal(kept.codes, matrix.codes)
+
+
+def test_experts_inputs_are_rounded_in_training_too(case: Callable[..., Case]) -> None:
+    """To scales so wide that nothing is left of them, as if experts gave nothing."""
+    it = case(WIDE | {"moe": MoeConfig(4, 2, 32), "moe_layers": (True, False)})
+    stacks = [name for name in it.tensors if "experts" in name]
+    columns = {name: it.tensors[name].shape[-1] for name in stacks}
+    wide = {name: (32, torch.full((columns[name] // 32,), 1e4)) for name in stacks}
+    silent = it.tensors | {name: np.zeros_like(it.tensors[name]) for name in stacks}
+    read = it.tensors.__getitem__
+    matrices = linear_matrices(it.step, read)
+    with torch.no_grad():
+        rounded = Side(it.step, it.config, read, matrices, wide).logits(TOKENS)
+        without = Side(it.step, it.config, silent.__getitem__, matrices, {}).logits(TOKENS)
+        plain = Side(it.step, it.config, read, matrices, {}).logits(TOKENS)
+    torch.testing.assert_close(rounded, without)
+    assert (rounded - plain).abs().max() > 0.01
