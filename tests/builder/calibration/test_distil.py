@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmbuild.builder.calibration.batch import calibration_batch, fp32_pools
-from llmbuild.builder.calibration.distil import distil, kl_gradients
+from llmbuild.builder.calibration.distil import distil, kl_gradients, needed_bytes
 from llmbuild.builder.calibration.side import Side, linear_matrices
 from llmbuild.builder.calibration.store import ACTIVATION_SCALES, TensorStore
 from llmbuild.builder.graph.passes.rewrite import linears_of
@@ -242,3 +242,15 @@ def test_experts_inputs_are_rounded_in_training_too(case: Callable[..., Case]) -
         plain = Side(it.step, it.config, read, matrices, {}).logits(TOKENS)
     torch.testing.assert_close(rounded, without)
     assert (rounded - plain).abs().max() > 0.01
+
+
+def test_the_memory_that_is_needed_counts_experts_of_both_models_in_fp32(
+    traced: Callable[..., StepGraph], decoder_config: Callable[..., DecoderConfig]
+) -> None:
+    needed, sizes = [], []
+    for experts in (4, 7):
+        variant = WIDE | {"moe": MoeConfig(experts, 2, 32), "moe_layers": (True, False)}
+        step = traced(**variant)
+        needed.append(needed_bytes(step, decoder_config(**variant), QuantPlan(), 2, 16))
+        sizes.append(sum(np.prod(w.shape) for n, w in step.weights.items() if "experts" in n))
+    assert needed[1] - needed[0] == 2 * 4 * (sizes[1] - sizes[0]) > 0
